@@ -1,0 +1,121 @@
+//! Meshes: named axes over an ordered list of ranks, row-major.
+//!
+//! ```
+//! use crossmesh_core::mesh::Mesh;
+//! let mesh: Mesh = "A{dp:2,tp:4}".parse().unwrap();
+//! assert_eq!(mesh.len(), 8);
+//! assert_eq!(mesh.coord(5), [1, 1]); // the second row, the second column
+//! assert_eq!("B{tp:3}=4,6-7".parse::<Mesh>().unwrap().to_string(), "B{tp:3}=4,6-7");
+//! ```
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::id::Rank;
+use crate::layout::notation::{Cursor, NotationError};
+
+/// More devices than this in one mesh is taken for a typing mistake rather than planned for.
+pub const MAX_MESH_LEN: u64 = 1 << 20;
+
+/// A named dimension of a mesh.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Axis {
+    pub name: String,
+    pub len: u32,
+}
+
+/// Named axes over an ordered list of ranks. Its ranks are either listed, or the next free ones when it is placed.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Mesh {
+    pub(crate) name: String,
+    pub(crate) axes: Vec<Axis>,
+    pub(crate) ranks: Option<Vec<Rank>>,
+}
+
+impl Mesh {
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn axes(&self) -> &[Axis] {
+        &self.axes
+    }
+
+    /// The ranks the notation listed, if it did.
+    pub fn listed_ranks(&self) -> Option<&[Rank]> {
+        self.ranks.as_deref()
+    }
+
+    /// Devices in the mesh; a mesh without axes is one device.
+    pub fn len(&self) -> usize {
+        self.axes.iter().map(|a| a.len as usize).product()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// The length of the last axis, which by default is what a host holds.
+    pub fn last_axis_len(&self) -> u32 {
+        self.axes.last().map_or(1, |a| a.len)
+    }
+
+    /// The coordinate of the device at `position` in row-major order.
+    pub fn coord(&self, position: usize) -> Vec<u32> {
+        let mut rest = position;
+        let mut coord = vec![0; self.axes.len()];
+        for (c, axis) in coord.iter_mut().zip(&self.axes).rev() {
+            *c = (rest % axis.len as usize) as u32;
+            rest /= axis.len as usize;
+        }
+        coord
+    }
+
+    pub fn axis_index(&self, name: &str) -> Option<usize> {
+        self.axes.iter().position(|a| a.name == name)
+    }
+}
+
+impl fmt::Display for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{{", self.name)?;
+        for (i, axis) in self.axes.iter().enumerate() {
+            write!(f, "{}{}:{}", if i == 0 { "" } else { "," }, axis.name, axis.len)?;
+        }
+        f.write_str("}")?;
+        match &self.ranks {
+            Some(ranks) => write!(f, "={}", RankList(ranks)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl FromStr for Mesh {
+    type Err = NotationError;
+
+    fn from_str(s: &str) -> Result<Self, NotationError> {
+        let mut cursor = Cursor::new(s);
+        let mesh = cursor.mesh()?;
+        cursor.finish()?;
+        Ok(mesh)
+    }
+}
+
+/// Prints ranks as runs: `0-3,8,10-11`.
+pub struct RankList<'a>(pub &'a [Rank]);
+
+impl fmt::Display for RankList<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut rest = self.0;
+        while let Some(first) = rest.first() {
+            let run = rest.iter().zip(first.0..).take_while(|(r, expect)| r.0 == *expect).count();
+            let comma = if rest.len() == self.0.len() { "" } else { "," };
+            match run {
+                1 => write!(f, "{comma}{}", first.0)?,
+                _ => write!(f, "{comma}{}-{}", first.0, rest[run - 1].0)?,
+            }
+            rest = &rest[run..];
+        }
+        Ok(())
+    }
+}

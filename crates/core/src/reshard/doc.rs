@@ -1,0 +1,1 @@
+//! The plan document, `crossmesh.plan/1`.

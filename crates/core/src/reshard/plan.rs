@@ -1,0 +1,133 @@
+//! A plan: transfers of boxes, with the order they need.
+//!
+//! Three rules give a plan its meaning; the verifier, the simulator and the engine all follow them:
+//! - **Holding.** A rank may send what it holds from the start, or what a transfer named in `after` brought it.
+//! - **Channels are first in, first out.** Transfers from one rank to another travel in list order; transfers between
+//!   different pairs of ranks run side by side. Where they share a NIC they share it in proportion to their `weight`.
+//! - **Forwarding streams.** A transfer whose box arrives by a transfer in `after` follows it chunk by chunk; any
+//!   other entry of `after` is plain order, and waits for the end.
+//!
+//! With `reduce`, the receiver combines what arrives with what it has: with its own part of the partial sum, and with
+//! what earlier transfers brought it.
+
+use crate::id::{Rank, RegionId, TransferId};
+use crate::region::Region;
+
+use super::problem::{PlanError, Problem};
+
+/// One box on its way from one rank to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Transfer {
+    /// Index into the problem's reshards.
+    pub tensor: u32,
+    pub src: Rank,
+    pub dst: Rank,
+    pub region: RegionId,
+    pub bytes: u64,
+    /// Its share of a contended link, against the weights of the others.
+    pub weight: u64,
+    pub reduce: bool,
+    after_start: u32,
+    after_len: u32,
+}
+
+/// Transfers that turn the source layouts of a [`Problem`] into its destination layouts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    pub problem: Problem,
+    /// The strategy's name, as the user would type it.
+    pub strategy: String,
+    /// How much of a transfer has to arrive before it can be forwarded.
+    pub chunk_bytes: u64,
+    /// Why the strategy chose what it chose, a sentence each.
+    pub reasons: Vec<String>,
+    regions: Vec<Region>,
+    transfers: Vec<Transfer>,
+    /// The `after` lists of all transfers, one behind the other.
+    after: Vec<TransferId>,
+}
+
+impl Plan {
+    pub fn new(problem: Problem, strategy: impl Into<String>, chunk_bytes: u64) -> Self {
+        Self {
+            problem,
+            strategy: strategy.into(),
+            chunk_bytes,
+            reasons: vec![],
+            regions: vec![],
+            transfers: vec![],
+            after: vec![],
+        }
+    }
+
+    pub fn transfers(&self) -> &[Transfer] {
+        &self.transfers
+    }
+
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    pub fn region(&self, transfer: &Transfer) -> &Region {
+        &self.regions[transfer.region.index()]
+    }
+
+    pub fn after(&self, transfer: &Transfer) -> &[TransferId] {
+        &self.after[transfer.after_start as usize..][..transfer.after_len as usize]
+    }
+
+    pub fn add_region(&mut self, region: Region) -> RegionId {
+        self.regions.push(region);
+        RegionId::at(self.regions.len() - 1)
+    }
+
+    /// Adds a transfer; its weight is its size.
+    pub fn add(
+        &mut self,
+        tensor: u32,
+        src: Rank,
+        dst: Rank,
+        region: RegionId,
+        after: &[TransferId],
+    ) -> TransferId {
+        let dtype = self.problem.reshards[tensor as usize].src.layout.dtype();
+        let bytes = self.regions[region.index()].volume() * dtype.bytes();
+        let after_start = self.after.len() as u32;
+        self.after.extend_from_slice(after);
+        self.transfers.push(Transfer {
+            tensor,
+            src,
+            dst,
+            region,
+            bytes,
+            weight: bytes.max(1),
+            reduce: false,
+            after_start,
+            after_len: after.len() as u32,
+        });
+        TransferId::at(self.transfers.len() - 1)
+    }
+
+    pub fn transfer_mut(&mut self, id: TransferId) -> &mut Transfer {
+        &mut self.transfers[id.index()]
+    }
+
+    /// Ids are 32 bits wide, and so are a plan's tables.
+    pub fn check_size(&self) -> Result<(), PlanError> {
+        let limit = u64::from(u32::MAX);
+        if self.transfers.len() as u64 > limit || self.after.len() as u64 > limit {
+            return Err(PlanError::TooLarge { what: "transfers", limit });
+        }
+        Ok(())
+    }
+
+    /// Bytes over all transfers.
+    pub fn bytes_moved(&self) -> u64 {
+        self.transfers.iter().map(|t| t.bytes).sum()
+    }
+
+    /// Whether a transfer crosses the network.
+    pub fn crosses_hosts(&self, transfer: &Transfer) -> bool {
+        !self.problem.topology.same_host(transfer.src, transfer.dst)
+    }
+}

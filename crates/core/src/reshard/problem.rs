@@ -1,0 +1,268 @@
+//! What is to be planned: layouts placed on the ranks of a cluster.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::cluster::{Cluster, Host, Topology};
+use crate::id::Rank;
+use crate::layout::Layout;
+use crate::mesh::{Mesh, RankList};
+
+/// Why there is no plan.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    #[error(
+        "source and destination differ in dtype: {src} and {dst}\nhint: converting on the way is not supported; convert before or after"
+    )]
+    DTypeDiffers { src: String, dst: String },
+    #[error("source and destination differ in shape: {src} and {dst}")]
+    ShapeDiffers { src: String, dst: String },
+    #[error(
+        "a destination cannot be a partial sum: {dst}\nhint: name the layout in which the whole values are wanted"
+    )]
+    PartialDestination { dst: String },
+    #[error(
+        "mesh `{name}` is given twice with different axes or ranks: {first} and {second}\nhint: use two names for two meshes"
+    )]
+    MeshRedefined { name: String, first: String, second: String },
+    #[error("mesh {mesh} needs ranks up to {last}, the cluster has {devices} devices (ranks 0 to {})\nhint: list the mesh's ranks ({name}{{..}}=0-3), or describe a larger cluster", devices - 1)]
+    MeshBeyondCluster { mesh: String, name: String, last: u32, devices: usize },
+    #[error(
+        "rank {rank} of mesh {mesh} leaves {gap} ranks below it without a device\nhint: ranks are dense; without a cluster file a mesh lists ranks at most one above those in use"
+    )]
+    RankGap { mesh: String, rank: u32, gap: u32 },
+    #[error("there is nothing to plan: no tensor was given")]
+    NoTensors,
+    #[error("strategy `{strategy}` cannot combine the partial sums of {src}\nhint: use `flow`")]
+    CannotReduce { strategy: String, src: String },
+    #[error(
+        "extra memory of {needed} B on {rank} cannot be brought under the limit of {limit} B: the smallest box is {smallest} B\nhint: raise --max-extra-bytes to at least {needed}"
+    )]
+    OverBudget { rank: Rank, needed: u64, limit: u64, smallest: u64 },
+    #[error("the plan would have more than {limit} {what}\nhint: plan fewer tensors at a time")]
+    TooLarge { what: &'static str, limit: u64 },
+    #[error("a chunk of {0} B cannot move anything\nhint: give at least 1 KiB")]
+    ChunkTooSmall(u64),
+}
+
+/// A layout whose mesh has its ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Placed {
+    pub layout: Layout,
+    /// In mesh order, row-major.
+    pub ranks: Vec<Rank>,
+}
+
+/// One tensor's move from a layout to another.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Reshard {
+    /// Empty where the user gave none.
+    pub name: String,
+    pub src: Placed,
+    pub dst: Placed,
+}
+
+/// The hosts to assume where no cluster file says better: a host holds as many devices as the mesh's last axis (or
+/// `devices_per_host`), and a new mesh starts on a new host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Assumed {
+    pub devices_per_host: Option<u32>,
+    /// The host to repeat; its device count is set per mesh.
+    pub host: Host,
+    pub latency_s: f64,
+}
+
+impl Default for Assumed {
+    fn default() -> Self {
+        Self { devices_per_host: None, host: Host::with_devices(1), latency_s: 0.0 }
+    }
+}
+
+/// Where the hosts come from.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Hosts {
+    Described(Cluster),
+    Assumed(Assumed),
+}
+
+impl Default for Hosts {
+    fn default() -> Self {
+        Hosts::Assumed(Assumed::default())
+    }
+}
+
+/// Tensors, the layouts they move between, and the cluster they move on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Problem {
+    pub cluster: Cluster,
+    pub topology: Topology,
+    pub reshards: Vec<Reshard>,
+}
+
+impl Problem {
+    /// One tensor on an assumed cluster.
+    pub fn pair(src: Layout, dst: Layout) -> Result<Self, PlanError> {
+        Self::new(vec![(String::new(), src, dst)], Hosts::default())
+    }
+
+    /// Places every mesh: meshes of one name are one mesh, and a mesh takes the next free ranks unless it lists its
+    /// own.
+    pub fn new(pairs: Vec<(String, Layout, Layout)>, hosts: Hosts) -> Result<Self, PlanError> {
+        if pairs.is_empty() {
+            return Err(PlanError::NoTensors);
+        }
+        for (_, src, dst) in &pairs {
+            check_pair(src, dst)?;
+        }
+        let mut placer = Placer::new(hosts);
+        let mut reshards = Vec::with_capacity(pairs.len());
+        for (name, src, dst) in pairs {
+            let src = placer.place(src)?;
+            let dst = placer.place(dst)?;
+            reshards.push(Reshard { name, src, dst });
+        }
+        let cluster = placer.cluster;
+        let topology = Topology::new(&cluster);
+        Ok(Self { cluster, topology, reshards })
+    }
+
+    /// The names of the meshes that each rank is in.
+    pub fn meshes_of_ranks(&self) -> BTreeMap<Rank, BTreeSet<&str>> {
+        let mut meshes: BTreeMap<Rank, BTreeSet<&str>> = BTreeMap::new();
+        for placed in self.reshards.iter().flat_map(|r| [&r.src, &r.dst]) {
+            for rank in &placed.ranks {
+                meshes.entry(*rank).or_default().insert(placed.layout.mesh().name());
+            }
+        }
+        meshes
+    }
+}
+
+fn check_pair(src: &Layout, dst: &Layout) -> Result<(), PlanError> {
+    let texts = || (src.to_string(), dst.to_string());
+    if src.shape() != dst.shape() {
+        let (src, dst) = texts();
+        return Err(PlanError::ShapeDiffers { src, dst });
+    }
+    if src.dtype() != dst.dtype() {
+        let (src, dst) = texts();
+        return Err(PlanError::DTypeDiffers { src, dst });
+    }
+    if dst.partial().is_some() {
+        return Err(PlanError::PartialDestination { dst: dst.to_string() });
+    }
+    Ok(())
+}
+
+/// Hands out ranks, and hosts where nobody described them.
+struct Placer {
+    cluster: Cluster,
+    assumed: Option<Assumed>,
+    next_free: u32,
+    placed: BTreeMap<String, (Mesh, Vec<Rank>)>,
+}
+
+impl Placer {
+    fn new(hosts: Hosts) -> Self {
+        let (cluster, assumed) = match hosts {
+            Hosts::Described(cluster) => (cluster, None),
+            Hosts::Assumed(assumed) => {
+                let latency_s = assumed.latency_s;
+                (Cluster { latency_s, ..Cluster::of_hosts(vec![]) }, Some(assumed))
+            }
+        };
+        Self { cluster, assumed, next_free: 0, placed: BTreeMap::new() }
+    }
+
+    fn place(&mut self, layout: Layout) -> Result<Placed, PlanError> {
+        let mesh = layout.mesh();
+        if let Some((first, ranks)) = self.placed.get(mesh.name()) {
+            let same_ranks = mesh.listed_ranks().is_none_or(|listed| listed == ranks);
+            if first.axes() != mesh.axes() || !same_ranks {
+                return Err(PlanError::MeshRedefined {
+                    name: mesh.name().into(),
+                    first: format!("{first} on ranks {}", RankList(ranks)),
+                    second: mesh.to_string(),
+                });
+            }
+            return Ok(Placed { ranks: ranks.clone(), layout });
+        }
+        let len = mesh.len() as u32;
+        let ranks: Vec<Rank> = match mesh.listed_ranks() {
+            Some(ranks) => ranks.to_vec(),
+            None => (self.next_free..self.next_free.saturating_add(len)).map(Rank).collect(),
+        };
+        self.make_room(mesh, &ranks)?;
+        let last = ranks.iter().map(|r| r.0).max().expect("a mesh has at least one device");
+        self.next_free = self.next_free.max(last + 1);
+        self.placed.insert(mesh.name().into(), (mesh.clone(), ranks.clone()));
+        Ok(Placed { layout, ranks })
+    }
+
+    /// Checks that the cluster has these ranks, or adds the hosts that do.
+    fn make_room(&mut self, mesh: &Mesh, ranks: &[Rank]) -> Result<(), PlanError> {
+        let last = ranks.iter().map(|r| r.0).max().expect("a mesh has at least one device");
+        let devices = self.cluster.num_devices();
+        if (last as usize) < devices {
+            return Ok(());
+        }
+        let Some(assumed) = &self.assumed else {
+            return Err(PlanError::MeshBeyondCluster {
+                mesh: mesh.to_string(),
+                name: mesh.name().into(),
+                last,
+                devices,
+            });
+        };
+        let missing = last + 1 - devices as u32;
+        let in_mesh = ranks.iter().filter(|r| r.index() >= devices).count() as u32;
+        if in_mesh < missing {
+            return Err(PlanError::RankGap { mesh: mesh.to_string(), rank: last, gap: missing - in_mesh });
+        }
+        let per_host = assumed.devices_per_host.unwrap_or(mesh.last_axis_len()).max(1);
+        let mut left = missing;
+        while left > 0 {
+            let devices = left.min(per_host);
+            self.cluster.hosts.push(Host { devices, ..assumed.host.clone() });
+            left -= devices;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(src: &str, dst: &str) -> Result<Problem, PlanError> {
+        Problem::pair(src.parse().unwrap(), dst.parse().unwrap())
+    }
+
+    #[test]
+    fn a_new_mesh_starts_on_a_new_host() {
+        let p = problem("f32[8,6]@A{dp:2,tp:4}(tp,_)", "f32[8,6]@B{tp:3}(_,tp)").unwrap();
+        assert_eq!(p.cluster.hosts.iter().map(|h| h.devices).collect::<Vec<_>>(), [4, 4, 3]);
+        assert_eq!(p.reshards[0].dst.ranks, [Rank(8), Rank(9), Rank(10)]);
+    }
+
+    #[test]
+    fn meshes_may_overlap_or_be_the_same() {
+        let p = problem("f32[8]@A{tp:4}(tp)", "f32[8]@B{tp:4}=2-5(tp)").unwrap();
+        assert_eq!(p.cluster.hosts.iter().map(|h| h.devices).collect::<Vec<_>>(), [4, 2]);
+        let p = problem("f32[8]@A{tp:4}(tp)", "f32[8]@A{tp:4}(_)").unwrap();
+        assert_eq!(p.cluster.num_devices(), 4);
+    }
+
+    #[test]
+    fn refuses_what_cannot_be_planned() {
+        let fails = |src, dst| problem(src, dst).unwrap_err();
+        assert!(matches!(fails("f32[8]@A{tp:4}(tp)", "f16[8]@B{tp:4}(_)"), PlanError::DTypeDiffers { .. }));
+        assert!(matches!(fails("f32[8]@A{tp:4}(tp)", "f32[9]@B{tp:4}(_)"), PlanError::ShapeDiffers { .. }));
+        assert!(matches!(
+            fails("f32[8]@A{tp:4}(tp)", "f32[8]@B{tp:4}(_ | sum tp)"),
+            PlanError::PartialDestination { .. }
+        ));
+        assert!(matches!(fails("f32[8]@A{tp:4}(tp)", "f32[8]@A{tp:2}(tp)"), PlanError::MeshRedefined { .. }));
+        assert!(matches!(fails("f32[8]@A{tp:4}(tp)", "f32[8]@B{tp:2}=8-9(tp)"), PlanError::RankGap { .. }));
+    }
+}

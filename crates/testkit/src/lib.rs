@@ -1,0 +1,1 @@
+//! Helps tests: random problems, brute-force oracles, mutated plans.
