@@ -8,14 +8,19 @@
 
 pub mod bound;
 pub mod doc;
+mod draft;
 pub mod lower;
 pub mod pieces;
 pub mod plan;
 pub mod problem;
+pub mod sendrecv;
 pub mod strategy;
+#[cfg(test)]
+mod testing;
+mod unit;
 
 pub use bound::{Bound, lower_bound};
 pub use lower::lower;
 pub use plan::{Plan, Transfer};
 pub use problem::{Placed, PlanError, Problem, Reshard};
-pub use strategy::{PlanOptions, Scheduler, Strategy, plan};
+pub use strategy::{PlanOptions, Scheduler, Strategy, default_chunk, plan};
