@@ -6,6 +6,7 @@
 //!                 \-> bound
 //! ```
 
+pub mod allgather;
 pub mod bound;
 pub mod doc;
 mod draft;
