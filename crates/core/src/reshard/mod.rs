@@ -8,6 +8,7 @@
 
 pub mod allgather;
 pub mod bound;
+pub mod broadcast;
 pub mod doc;
 mod draft;
 pub mod lower;

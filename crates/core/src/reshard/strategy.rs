@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use super::plan::Plan;
 use super::problem::{PlanError, Problem};
-use super::{allgather, sendrecv};
+use super::{allgather, broadcast, sendrecv};
 
 /// How transfers are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -101,7 +101,8 @@ pub fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError>
     match options.strategy {
         Strategy::SendRecv => sendrecv::plan(problem, options),
         Strategy::AllGather => allgather::plan(problem, options),
-        Strategy::Broadcast(_) | Strategy::Flow | Strategy::Auto => {
+        Strategy::Broadcast(scheduler) => broadcast::plan(problem, options, scheduler),
+        Strategy::Flow | Strategy::Auto => {
             Ok(Plan::new(problem.clone(), "none", default_chunk(problem, options)?))
         }
     }
