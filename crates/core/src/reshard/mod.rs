@@ -12,6 +12,8 @@ pub mod broadcast;
 pub mod doc;
 mod draft;
 pub mod lower;
+#[cfg(test)]
+mod paper;
 pub mod pieces;
 pub mod plan;
 pub mod problem;
