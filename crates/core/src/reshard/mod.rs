@@ -6,12 +6,15 @@
 //!                 \-> bound
 //! ```
 
+mod assign;
 pub mod bound;
+mod demand;
 pub mod doc;
 pub mod lower;
 pub mod pieces;
 pub mod plan;
 pub mod problem;
+pub mod shards;
 pub mod strategy;
 
 pub use bound::{Bound, lower_bound};
