@@ -72,7 +72,7 @@ impl<'a> Fluid<'a> {
         now
     }
 
-    /// Its order allows it, and so does the channel: first in, first out.
+    /// Its order allows it, and so does its lane of the channel: first in, first out.
     fn may_run(&self, i: usize) -> bool {
         let ts = self.plan.transfers();
         let started = |u: usize| self.left[u] < ts[u].bytes as f64 || self.may_run(u);
@@ -84,7 +84,7 @@ impl<'a> Fluid<'a> {
             .all(|u| if self.upstream[i] == Some(u) { started(u) } else { self.left[u] == 0.0 });
         let channel = (0..i)
             .rev()
-            .find(|&u| (ts[u].src, ts[u].dst) == (ts[i].src, ts[i].dst))
+            .find(|&u| (ts[u].src, ts[u].dst, ts[u].lane) == (ts[i].src, ts[i].dst, ts[i].lane))
             .is_none_or(|u| self.left[u] == 0.0);
         self.left[i] > 0.0 && ordered && channel
     }
