@@ -9,8 +9,11 @@
 //! with [`Mutator`], which starts from the seeds beside the functions.
 
 use crossmesh_core::cluster::{Cluster, Topology};
-use crossmesh_core::layout::Layout;
+use crossmesh_core::layout::{Layout, Rule};
 use crossmesh_core::mesh::Mesh;
+use crossmesh_core::reshard::doc::{Figures, PlanDoc};
+use crossmesh_core::reshard::problem::Hosts;
+use crossmesh_core::reshard::{PlanOptions, Problem, Strategy, plan};
 use crossmesh_core::units::{Bytes, Rate, Seconds, parse_bytes, parse_rate, parse_seconds};
 
 /// Beyond this many devices a case only parses and prints: the time is better spent on other cases.
@@ -79,7 +82,7 @@ pub fn layout(data: &[u8]) {
 fn visit_shards(layout: &Layout) {
     let devices = layout.mesh().len();
     let fused = layout.splits().iter().map(|s| match &s.rule {
-        crossmesh_core::layout::Rule::Parts(parts) => parts.len(),
+        Rule::Parts(parts) => parts.len(),
         _ => 1,
     });
     if fused.product::<usize>().saturating_mul(devices) > MAX_DEVICES_TO_VISIT {
@@ -156,6 +159,51 @@ pub fn units(data: &[u8]) {
     }
 }
 
+/// Plan files to start from: a plain plan, several tensors, partial sums, tiers.
+pub fn plan_seeds() -> Vec<String> {
+    let cluster = Cluster::from_toml(CLUSTER_SEEDS[3]).expect("a good seed");
+    let cases = [
+        (Strategy::Flow, Hosts::default(), vec![("f32[8,6]@A{tp:2}(tp,_)", "f32[8,6]@B{tp:3}(_,tp)")]),
+        (
+            Strategy::SendRecv,
+            Hosts::default(),
+            vec![("u8[5]@A{tp:2}(tp)", "u8[5]@A{tp:2}(_)"), ("f32[]@A{tp:2}()", "f32[]@B{}()")],
+        ),
+        (
+            Strategy::Flow,
+            Hosts::Described(cluster),
+            vec![("f32[4]@A{dp:4}(_ | sum dp)", "f32[4]@B{tp:2}=6,7(tp)")],
+        ),
+    ];
+    cases.into_iter().map(|(strategy, hosts, pairs)| plan_seed(strategy, hosts, pairs)).collect()
+}
+
+fn plan_seed(strategy: Strategy, hosts: Hosts, pairs: Vec<(&str, &str)>) -> String {
+    let parse = |text: &str| text.parse::<Layout>().expect("a good seed");
+    let pairs = pairs.into_iter().map(|(src, dst)| (String::new(), parse(src), parse(dst))).collect();
+    let problem = Problem::new(pairs, hosts).expect("a good seed");
+    let plan = plan(&problem, &PlanOptions { strategy, ..PlanOptions::default() }).expect("a good seed");
+    PlanDoc::new(&plan, Figures::default()).to_json()
+}
+
+/// A document may say less than a plan prints; the plan it gives must survive being printed.
+pub fn plan_json(data: &[u8]) {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    let doc = match PlanDoc::parse(text) {
+        Ok(doc) => doc,
+        Err(error) => return assert!(!error.to_string().is_empty()),
+    };
+    let read = |doc: &PlanDoc| doc.to_plan().map(|plan| PlanDoc::new(&plan, Figures::default()));
+    match read(&doc) {
+        Ok(printed) => {
+            let again = PlanDoc::parse(&printed.to_json()).expect("a printed plan parses");
+            assert_eq!(again, printed, "{text}");
+            assert_eq!(read(&again).expect("a printed plan is a plan"), printed, "{text}");
+        }
+        Err(error) => assert!(!error.to_string().is_empty()),
+    }
+}
+
 /// Spoils seeds, the same way every time: a xorshift generator and a handful of edits.
 pub struct Mutator<'a> {
     seeds: &'a [&'a str],
@@ -216,6 +264,24 @@ const TOKENS: &[&str] = &[
     "count = 2\n",
 ];
 
+const NUMBERS: &[&str] = &[
+    "0",
+    "1",
+    "2",
+    "3",
+    "7",
+    "65535",
+    "65536",
+    "131072",
+    "1048576",
+    "4294967294",
+    "4294967295",
+    "18446744073709551615",
+    "1e300",
+    "-1",
+    "0.1",
+];
+
 impl<'a> Mutator<'a> {
     pub fn new(seeds: &'a [&'a str], seed: u64) -> Self {
         Self { seeds, state: seed.max(1) }
@@ -240,7 +306,7 @@ impl<'a> Mutator<'a> {
     fn edit(&mut self, data: &mut Vec<u8>) {
         let at = self.next(data.len() + 1);
         let end = at + self.next((data.len() - at).min(8) + 1);
-        match self.next(6) {
+        match self.next(7) {
             0 => drop(data.drain(at..end)),
             1 => {
                 let token = TOKENS[self.next(TOKENS.len())];
@@ -258,6 +324,14 @@ impl<'a> Mutator<'a> {
                 let other = self.seeds[self.next(self.seeds.len())].as_bytes();
                 let from = self.next(other.len() + 1);
                 data.splice(at.., other[from..].iter().copied());
+            }
+            5 => {
+                // The next number becomes another one: what is well-formed stays so.
+                let digit = |b: &u8| b.is_ascii_digit();
+                let start = at + data[at..].iter().take_while(|b| !digit(b)).count();
+                let len = data[start..].iter().take_while(|b| digit(b)).count();
+                let number = NUMBERS[self.next(NUMBERS.len())];
+                data.splice(start..start + len, number.bytes());
             }
             _ => {
                 let byte = self.next(256) as u8;

@@ -40,6 +40,13 @@ fn units() {
     smoke(fuzz::units, fuzz::UNITS_SEEDS);
 }
 
+#[test]
+fn plan_json() {
+    let seeds = fuzz::plan_seeds();
+    let seeds: Vec<&str> = seeds.iter().map(String::as_str).collect();
+    smoke(fuzz::plan_json, &seeds);
+}
+
 /// The run would prove little if hardly anything parsed, or everything did.
 #[test]
 fn spoilt_seeds_are_good_and_bad() {
