@@ -106,7 +106,7 @@ pub enum ClusterError {
 }
 
 impl Cluster {
-    /// Reads a cluster file's text; the schema stands at the top of the module's source and in the docs.
+    /// Reads a cluster file's text; [`toml_file`](self) has the schema.
     pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
         let document = DeTable::parse(text).map_err(ClusterError::Syntax)?;
         let top = Table::new(text, "the cluster file", document.span(), document.get_ref(), TOP_KEYS)?;
