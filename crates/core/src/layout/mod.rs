@@ -21,6 +21,7 @@ use std::str::FromStr;
 
 pub mod interop;
 pub mod notation;
+mod notation_error;
 mod split;
 
 pub use notation::NotationError;
