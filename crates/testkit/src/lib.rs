@@ -2,3 +2,4 @@
 
 pub mod arb;
 pub mod big;
+pub mod fuzz;
