@@ -1,3 +1,7 @@
 //! Helps tests: random problems, brute-force oracles, mutated plans.
 
 pub mod arb;
+pub mod mutate;
+pub mod replay;
+pub mod seed;
+pub mod simple;
