@@ -79,7 +79,7 @@ fn runnable_order(plan: &Plan, seed: u64) -> Result<Vec<TransferId>, String> {
     let mut last_on_channel = HashMap::new();
     let mut last_in_box = HashMap::new();
     for (i, t) in plan.transfers().iter().enumerate() {
-        waits[i].extend(last_on_channel.insert((t.src, t.dst), i));
+        waits[i].extend(last_on_channel.insert((t.src, t.dst, t.lane), i));
         let previous = last_in_box.insert((t.tensor, t.dst, plan.region(t)), i);
         waits[i].extend(previous.filter(|_| t.reduce));
     }
@@ -185,8 +185,7 @@ pub fn run_program(plan: &Plan, program: &Program, seed: u64) -> Result<(), Stri
         if ready.is_empty() {
             break;
         }
-        let next = ready[seed.below(ready.len())].clone();
-        run.perform(&next)?;
+        run.perform(ready[seed.below(ready.len())])?;
     }
     run.compare()
 }
@@ -230,7 +229,10 @@ impl<'a> Run<'a> {
         let mut previous = vec![None; steps.len()];
         // Sorted by sender and place, so each channel's messages come in its order.
         for message in messages {
-            previous.push(last.insert((message[0].0, message[1].0), steps.len()));
+            let OpKind::Send { to, lane, .. } = program.ranks[message[0].0].ops[message[0].1].kind else {
+                panic!("a message starts with its send");
+            };
+            previous.push(last.insert((message[0].0, to, lane), steps.len()));
             steps.push(message);
         }
         let sizes = |f: &dyn Fn(usize) -> usize| (0..program.ranks.len()).map(f).collect::<Vec<_>>();
@@ -261,9 +263,9 @@ impl<'a> Run<'a> {
             .collect()
     }
 
-    fn perform(&mut self, step: &usize) -> Result<(), String> {
-        self.performed[*step] = true;
-        let ends = self.steps[*step].clone();
+    fn perform(&mut self, step: usize) -> Result<(), String> {
+        self.performed[step] = true;
+        let ends = self.steps[step].clone();
         for &(rank, op) in &ends {
             self.done[rank][op] = true;
         }
@@ -297,7 +299,8 @@ impl<'a> Run<'a> {
         };
         if let Buffer::Stage(slot) = into {
             let copied = std::mem::replace(&mut self.copied[to_rank][slot as usize], copy);
-            if !reduce && !(copy && copied) {
+            let goes_on = reduce || (copy && copied);
+            if !goes_on {
                 self.stages[to_rank][slot as usize].clear();
             }
         }

@@ -1,7 +1,8 @@
 //! The laws of a program: messages match, nothing waits in a circle, staging memory has one user at a time.
 //!
 //! A send and its receive are one message, which starts once both sides are ready. So the graph has a node for every
-//! message and every copy, and an edge for every dependency and from every message to the next one on its channel:
+//! message and every copy, and an edge for every dependency and from every message to the next one on its
+//! channel:
 //!
 //! ```text
 //! r0: send t0 to r1                   t0 --> t1        t1's send waits for t0's receive
@@ -11,6 +12,8 @@
 //!
 //! Without a circle in this graph there is none when sends complete on their own either: that graph splits every node
 //! into a send that leads to a receive, and has no other new edges. So one search proves both.
+
+use rustc_hash::FxHashMap;
 
 use crate::id::{Rank, TransferId};
 use crate::program::{Buffer, Dep, DepKind, Op, OpKind, Program, RankProgram};
@@ -96,11 +99,15 @@ impl<'a> Graph<'a> {
                 _ => {}
             }
             let (send, recv) = (self.op(send_at), self.op(recv_at));
-            let (OpKind::Send { to, .. }, OpKind::Recv { from, .. }) = (send.kind, recv.kind) else {
+            let (OpKind::Send { to, lane, .. }, OpKind::Recv { from, lane: other_lane, .. }) =
+                (send.kind, recv.kind)
+            else {
                 unreachable!("only sends and receives have tags");
             };
             let what = if to.0 != recv_at.0 || from.0 != send_at.0 {
                 "peers"
+            } else if lane != other_lane {
+                "lane"
             } else if send.bytes != recv.bytes {
                 "bytes"
             } else if (send.tensor, send.region) != (recv.tensor, recv.region) {
@@ -115,31 +122,32 @@ impl<'a> Graph<'a> {
 
     /// Both ends of every channel see its messages in one order.
     fn match_channels(&mut self) -> Result<(), VerifyError> {
-        let num_ranks = self.program.ranks.len();
         let mut places = vec![0u32; self.sends.len()];
-        let mut counts = vec![0u32; num_ranks];
-        let mut last = vec![NO_NODE; num_ranks];
+        // By peer and lane: how many messages so far, and the last of them.
+        let mut channels: FxHashMap<(Rank, Rank), (u32, u32)> = FxHashMap::default();
         for rank in &self.program.ranks {
+            channels.clear();
             for op in &rank.ops {
-                if let OpKind::Send { to, tag, .. } = op.kind {
-                    places[tag as usize] = counts[to.index()];
-                    counts[to.index()] += 1;
-                    self.previous[tag as usize] = std::mem::replace(&mut last[to.index()], tag);
+                if let OpKind::Send { to, lane, tag, .. } = op.kind {
+                    let channel = channels.entry((to, lane)).or_insert((0, NO_NODE));
+                    places[tag as usize] = channel.0;
+                    self.previous[tag as usize] = channel.1;
+                    *channel = (channel.0 + 1, tag);
                 }
             }
-            forget(rank, &mut counts, &mut last);
         }
         for (dst, rank) in (0..).map(Rank).zip(&self.program.ranks) {
+            channels.clear();
             for op in &rank.ops {
-                if let OpKind::Recv { from, tag, .. } = op.kind {
-                    let (sent, received) = (places[tag as usize], counts[from.index()]);
+                if let OpKind::Recv { from, lane, tag, .. } = op.kind {
+                    let channel = channels.entry((from, lane)).or_insert((0, NO_NODE));
+                    let (sent, received) = (places[tag as usize], channel.0);
                     if sent != received {
                         return Err(VerifyError::ChannelOrder { tag, src: from, dst, sent, received });
                     }
-                    counts[from.index()] += 1;
+                    channel.0 += 1;
                 }
             }
-            forget(rank, &mut counts, &mut last);
         }
         Ok(())
     }
@@ -287,16 +295,6 @@ impl<'a> Graph<'a> {
 
 fn unmatched(rank: u32, tag: u32, what: &'static str, missing: &'static str) -> VerifyError {
     VerifyError::Unmatched { rank: Rank(rank), tag, what, missing }
-}
-
-/// Undoes the counts of a rank's peers.
-fn forget(rank: &RankProgram, counts: &mut [u32], last: &mut [u32]) {
-    for op in &rank.ops {
-        if let OpKind::Send { to: peer, .. } | OpKind::Recv { from: peer, .. } = op.kind {
-            counts[peer.index()] = 0;
-            last[peer.index()] = NO_NODE;
-        }
-    }
 }
 
 /// Who has a staging buffer at present: the ops that filled or read it since it was last taken.

@@ -60,11 +60,11 @@ fn runnable(plan: &Plan, buffers: &Buffers) -> Option<Vec<TransferId>> {
 
 /// Everything each transfer waits for: its `after`, the one before on its channel, the one before into the same sum.
 fn waits(plan: &Plan, buffers: &Buffers) -> Vec<Vec<TransferId>> {
-    let mut last: FxHashMap<(Rank, Rank), TransferId> = FxHashMap::default();
+    let mut last: FxHashMap<(Rank, Rank, Rank), TransferId> = FxHashMap::default();
     let mut waits = Vec::with_capacity(plan.transfers().len());
     for (i, t) in plan.transfers().iter().enumerate() {
         let id = TransferId::at(i);
-        let before = last.insert((t.src, t.dst), id);
+        let before = last.insert((t.src, t.dst, t.lane), id);
         let added = buffers.combining(id).previous;
         waits.push(plan.after(t).iter().copied().chain(before).chain(added).collect());
     }
