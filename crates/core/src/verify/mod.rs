@@ -115,3 +115,6 @@ fn sides(plan: &Plan) -> Vec<Sides> {
         .map(|r| Sides { src: Shards::new(&r.src, num_ranks), dst: Shards::new(&r.dst, num_ranks) })
         .collect()
 }
+
+#[cfg(test)]
+mod tests;

@@ -50,22 +50,23 @@ struct Cell<'a> {
     readers: Vec<(TransferId, TransferId)>,
 }
 
+const NONE: u32 = u32::MAX;
+
 struct Sums<'a> {
     plan: &'a Plan,
     sides: &'a [Sides],
     cells: Vec<Cell<'a>>,
-    /// By transfer: the cell it arrives in.
-    cell_of: FxHashMap<TransferId, u32>,
+    /// By transfer: the cell it arrives in, or `NONE` for whole values.
+    cell_of: Vec<u32>,
     sets: Sets,
-    /// By transfer: the set it carries, and the set in its cell once it has arrived.
-    carried: FxHashMap<TransferId, SetId>,
-    left: FxHashMap<TransferId, SetId>,
+    /// By transfer: the set in its cell once it has arrived, or `NONE` before.
+    left: Vec<SetId>,
 }
 
 impl<'a> Sums<'a> {
     fn new(plan: &'a Plan, sides: &'a [Sides]) -> Self {
         let mut cells: Vec<Cell> = Vec::new();
-        let mut cell_of = FxHashMap::default();
+        let mut cell_of = vec![NONE; plan.transfers().len()];
         let mut known: FxHashMap<(u32, Rank, &[Span]), u32> = FxHashMap::default();
         for (i, t) in plan.transfers().iter().enumerate() {
             if !sides[t.tensor as usize].src.is_partial() {
@@ -78,14 +79,14 @@ impl<'a> Sums<'a> {
                 cells.len() as u32 - 1
             });
             cells[cell as usize].arrivals.push(TransferId::at(i));
-            cell_of.insert(TransferId::at(i), cell);
+            cell_of[i] = cell;
         }
-        let (carried, left) = (FxHashMap::default(), FxHashMap::default());
-        Self { plan, sides, cells, cell_of, sets: Sets::default(), carried, left }
+        let left = vec![NONE; plan.transfers().len()];
+        Self { plan, sides, cells, cell_of, sets: Sets::default(), left }
     }
 
     fn is_partial(&self, id: TransferId) -> bool {
-        self.cell_of.contains_key(&id)
+        self.cell_of[id.index()] != NONE
     }
 
     /// Cells of one rank do not cross each other, nor the edge of the rank's own part.
@@ -118,12 +119,11 @@ impl<'a> Sums<'a> {
     fn follow(&mut self, id: TransferId) -> Result<(), VerifyError> {
         let t = self.plan.transfers()[id.index()];
         let carried = self.carried_by(id)?;
-        self.carried.insert(id, carried);
-        let cell = &self.cells[self.cell_of[&id] as usize];
+        let cell = &self.cells[self.cell_of[id.index()] as usize];
         let before = cell.arrivals[..place(&cell.arrivals, id)].last().copied();
         let own = &self.sides[t.tensor as usize].src;
         let held = match before {
-            Some(before) => self.left.get(&before).copied(),
+            Some(before) => Some(self.left[before.index()]).filter(|set| *set != NONE),
             None if own.contains(t.dst, cell.region) => own.contribution(t.dst).map(|c| self.sets.single(c)),
             None => None,
         };
@@ -134,7 +134,7 @@ impl<'a> Sums<'a> {
                 VerifyError::PartTwice { transfer: id, rank, region, contribution }
             })?,
         };
-        self.left.insert(id, left);
+        self.left[id.index()] = left;
         Ok(())
     }
 
@@ -155,7 +155,7 @@ impl<'a> Sums<'a> {
         let mut carried = None;
         for &(cell, arrival) in &last {
             self.check_named(id, cell, arrival)?;
-            let set = self.left[&arrival];
+            let set = self.left[arrival.index()];
             if carried.replace(set).is_some_and(|other| other != set) {
                 return Err(VerifyError::SumUneven { transfer: id, rank: t.src, region: region.clone() });
             }
@@ -174,7 +174,7 @@ impl<'a> Sums<'a> {
             if named.dst != t.src || named.tensor != t.tensor || !overlaps() {
                 continue;
             }
-            let cell = self.cell_of[&a];
+            let cell = self.cell_of[a.index()];
             match last.iter_mut().find(|(c, _)| *c == cell) {
                 Some((_, known)) => *known = a.max(*known),
                 None => last.push((cell, a)),
@@ -246,7 +246,7 @@ impl<'a> Sums<'a> {
 
     fn check_full(&self, cell: &Cell, parts: u32) -> Result<(), VerifyError> {
         let (tensor, rank) = (cell.tensor, cell.rank);
-        let missing = |id: &TransferId| self.sets.first_missing(self.left[id], parts);
+        let missing = |id: &TransferId| self.sets.first_missing(self.left[id.index()], parts);
         let (last, earlier) = cell.arrivals.split_last().expect("a cell has an arrival");
         if let Some(contribution) = missing(last) {
             let region = cell.region.clone();
