@@ -1,6 +1,7 @@
 //! Helps tests: random problems, brute-force oracles, mutated plans.
 
 pub mod arb;
+pub mod big;
 pub mod mutate;
 pub mod replay;
 pub mod seed;
