@@ -56,7 +56,7 @@ pub struct Plan {
 impl PartialEq for Plan {
     fn eq(&self, other: &Self) -> bool {
         let said = |p: &Self, t: &Transfer| {
-            (t.tensor, t.src, t.dst, t.bytes, t.weight, t.reduce, p.after(t).to_vec())
+            (t.tensor, t.src, t.dst, t.lane, t.bytes, t.weight, t.reduce, p.after(t).to_vec())
         };
         let same = |(a, b): (&Transfer, &Transfer)| {
             said(self, a) == said(other, b) && self.region(a) == other.region(b)

@@ -8,9 +8,11 @@
 //! t1: r2 -> r3, after t0             r2   recv token, send t1
 //! ```
 //!
-//! What a rank holds and also wants is copied. Ops stand in list order, so both ends of a channel see the same order.
+//! What a rank holds and also wants is copied. Ops stand in list order (or where `after` points forwards, in an order
+//! that can run), so both ends of a channel see the same order.
 
 mod buffers;
+mod order;
 
 use crate::id::{Rank, RegionId, TransferId};
 use crate::program::{Buffer, Dep, DepKind, Op, OpKind, Program, RankProgram};
@@ -23,11 +25,12 @@ use buffers::{Buffers, Part, Sides};
 pub fn lower(plan: &Plan) -> Program {
     let sides = Sides::of(plan);
     let buffers = Buffers::assign(plan, &sides);
+    let order = order::lowering_order(plan, &buffers);
     let mut lowering = Lowering::new(plan, &sides, buffers);
     lowering.copy_what_stays();
-    lowering.number_ops();
-    for (i, t) in plan.transfers().iter().enumerate() {
-        lowering.emit(TransferId::at(i), t);
+    lowering.number_ops(&order);
+    for id in order {
+        lowering.emit(id, &plan.transfers()[id.index()]);
     }
     lowering.program
 }
@@ -108,17 +111,17 @@ impl<'a> Lowering<'a> {
     }
 
     /// Fixes the place of every op beforehand: a dependency may point forwards in the list.
-    fn number_ops(&mut self) {
+    fn number_ops(&mut self, order: &[TransferId]) {
         let plan = self.plan;
         let mut next: Vec<u32> = self.program.ranks.iter().map(|r| r.ops.len() as u32).collect();
-        self.send_ops.reserve(plan.transfers().len());
-        self.recv_ops.reserve(plan.transfers().len());
+        self.send_ops = vec![0; order.len()];
+        self.recv_ops = vec![0; order.len()];
         let mut place = |rank: Rank, ops: u32| {
             next[rank.index()] += ops;
             next[rank.index()] - 1
         };
-        for (i, t) in plan.transfers().iter().enumerate() {
-            let id = TransferId::at(i);
+        for &id in order {
+            let t = &plan.transfers()[id.index()];
             for a in plan.after(t).iter().map(|a| &plan.transfers()[a.index()]) {
                 if !touches(a, t.src) && !touches(a, t.dst) {
                     place(a.dst, 1);
@@ -126,9 +129,9 @@ impl<'a> Lowering<'a> {
                 }
             }
             let parts = self.buffers.assembled.get(&id).map_or(0, Vec::len) as u32;
-            self.send_ops.push(place(t.src, parts + 1));
+            self.send_ops[id.index()] = place(t.src, parts + 1);
             let copy = u32::from(self.buffers.combining(id).copy_own);
-            self.recv_ops.push(place(t.dst, copy + 1));
+            self.recv_ops[id.index()] = place(t.dst, copy + 1);
         }
         for (rank, ops) in self.program.ranks.iter_mut().zip(next) {
             rank.ops.reserve_exact(ops as usize - rank.ops.len());

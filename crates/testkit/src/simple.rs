@@ -1,0 +1,100 @@
+//! Planners too simple to be wrong, so that there are plans to check before and beside the real ones.
+
+use crossmesh_core::id::{Rank, RegionId, TransferId};
+use crossmesh_core::reshard::pieces::{Pieces, Tile};
+use crossmesh_core::reshard::{Plan, Problem};
+
+/// How receivers get a piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// Each from the first holder.
+    Direct,
+    /// The first from the first holder, the others each from the one before.
+    Chain,
+    /// As a chain, but with every piece behind the one before, whoever sends it.
+    Ordered,
+}
+
+/// Plans every tensor piece by piece. Partial sums are added up along a line of holders, which ends at the first
+/// receiver; the others get the whole values from there.
+pub fn plan(problem: &Problem, way: Way) -> Plan {
+    let mut plan = Plan::new(problem.clone(), format!("simple {way:?}"), 1 << 20);
+    let mut last: Option<TransferId> = None;
+    for (tensor, reshard) in (0..).zip(&problem.reshards) {
+        let pieces = Pieces::of(reshard).expect("test problems are small");
+        let partial = reshard.src.layout.num_contributions() > 1;
+        for piece in pieces.pieces {
+            let holders = &pieces.src_tiles[piece.src_tile as usize];
+            let receivers = &pieces.dst_tiles[piece.dst_tile as usize].ranks;
+            let region = plan.add_region(piece.region);
+            let order = last.filter(|_| way == Way::Ordered);
+            last = match partial {
+                true => add_up(&mut plan, tensor, region, holders, receivers, order),
+                false => spread(&mut plan, tensor, region, holders, receivers, (order, way)),
+            }
+            .or(last);
+        }
+    }
+    plan
+}
+
+fn spread(
+    plan: &mut Plan,
+    tensor: u32,
+    region: RegionId,
+    holders: &Tile,
+    receivers: &[Rank],
+    (order, way): (Option<TransferId>, Way),
+) -> Option<TransferId> {
+    let mut from = (holders.ranks[0], None);
+    let mut last = None;
+    for &to in receivers.iter().filter(|r| !holders.ranks.contains(r)) {
+        let after: Vec<TransferId> = from.1.into_iter().chain(order).collect();
+        let id = plan.add(tensor, from.0, to, region, &after);
+        last = Some(id);
+        if way != Way::Direct {
+            from = (to, Some(id));
+        }
+    }
+    last
+}
+
+fn add_up(
+    plan: &mut Plan,
+    tensor: u32,
+    region: RegionId,
+    holders: &Tile,
+    receivers: &[Rank],
+    order: Option<TransferId>,
+) -> Option<TransferId> {
+    // A receiver that has a part of its own, if there is one: it needs no message to itself.
+    let own = receivers.iter().find(|r| holders.ranks.contains(r));
+    let first = *own.or(receivers.first())?;
+    // One holder of every part, the first receiver last if it is one of them.
+    let mut line: Vec<(u32, Rank)> = Vec::new();
+    for (&rank, &part) in holders.ranks.iter().zip(&holders.contributions) {
+        match line.iter_mut().find(|(p, _)| *p == part) {
+            Some(known) if rank == first => known.1 = rank,
+            Some(_) => {}
+            None => line.push((part, rank)),
+        }
+    }
+    line.sort_by_key(|(part, rank)| (*rank == first, *part));
+    let mut stops: Vec<Rank> = line.iter().map(|(_, rank)| *rank).collect();
+    if stops.last() != Some(&first) {
+        stops.push(first);
+    }
+    let mut last: Option<TransferId> = None;
+    for pair in stops.windows(2) {
+        let after: Vec<TransferId> = last.into_iter().chain(order).collect();
+        let id = plan.add(tensor, pair[0], pair[1], region, &after);
+        plan.transfer_mut(id).reduce = true;
+        last = Some(id);
+    }
+    let whole = last;
+    for &to in receivers.iter().filter(|r| **r != first) {
+        let after: Vec<TransferId> = whole.into_iter().collect();
+        last = Some(plan.add(tensor, first, to, region, &after));
+    }
+    last
+}
