@@ -1,0 +1,51 @@
+//! A plan with everything known about it: the program, its simulated run, and the bound.
+
+use anyhow::{Context, Result};
+use crossmesh_core::program::Program;
+use crossmesh_core::reshard::{Bound, Plan, PlanOptions, Problem, lower, lower_bound, plan};
+use crossmesh_core::sim::simulate;
+use crossmesh_core::trace::Trace;
+
+use crate::output;
+
+/// A plan, what it lowers to, and how long that takes.
+pub struct Prediction {
+    pub plan: Plan,
+    pub program: Program,
+    pub trace: Trace,
+    pub bound: Bound,
+}
+
+impl Prediction {
+    /// Plans a problem and predicts the plan.
+    pub fn of_problem(problem: &Problem, options: &PlanOptions) -> Result<Self> {
+        let bound = lower_bound(problem)?;
+        Ok(Self::with_bound(plan(problem, options)?, bound))
+    }
+
+    /// Predicts a plan that is already there.
+    pub fn of_plan(plan: Plan) -> Result<Self> {
+        let bound = lower_bound(&plan.problem).context("no lower bound")?;
+        Ok(Self::with_bound(plan, bound))
+    }
+
+    pub fn with_bound(plan: Plan, bound: Bound) -> Self {
+        let program = lower(&plan);
+        let trace = simulate(&program, &plan.problem.cluster);
+        Self { plan, program, trace, bound }
+    }
+
+    pub fn seconds(&self) -> f64 {
+        self.trace.makespan_s
+    }
+
+    /// The predicted time over the bound.
+    pub fn ratio(&self) -> f64 {
+        output::ratio(self.seconds(), self.bound.seconds)
+    }
+
+    /// The most memory a rank needs beside its tensors.
+    pub fn peak_extra_bytes(&self) -> u64 {
+        self.program.ranks.iter().map(|r| r.extra_bytes()).max().unwrap_or(0)
+    }
+}
