@@ -14,4 +14,5 @@ pub mod region;
 pub mod reshard;
 pub mod sim;
 pub mod trace;
+pub mod units;
 pub mod verify;
