@@ -1,0 +1,471 @@
+//! The simulator: interprets a program with a cost model, event by event, and writes a trace.
+//!
+//! Every channel (a pair of ranks) moves one message at a time; channels share links by weighted max-min fairness
+//! ([`network`]). A message starts when it heads its channel, everything it waits for on both sides has ended, and the
+//! first chunk of what it forwards has arrived; from there it stays a chunk behind what it follows:
+//!
+//! ```text
+//! r0 -> r1   |=====================|
+//! r1 -> r2      |=====================|      one chunk later, and so on down the chain
+//! ```
+//!
+//! Between events every rate is constant, so nothing is computed per chunk: the cost is in events, not in bytes.
+
+mod network;
+mod wiring;
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::cluster::{Cluster, Topology};
+use crate::id::Rank;
+use crate::program::Program;
+use crate::trace::{OpSpan, Trace};
+use network::{Network, Ordered};
+use wiring::{Ending, Wiring};
+
+/// Why a program has no trace. A verified program always has one.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SimError {
+    #[error("{rank} has a send or receive with tag {tag} that nothing matches\nhint: verify the plan first")]
+    Unmatched { rank: Rank, tag: u32 },
+    #[error("the program has {program} ranks, the cluster {cluster} devices")]
+    ClusterTooSmall { program: usize, cluster: usize },
+    #[error(
+        "nothing moves after {now_s} s: {left} messages wait, the first from {src} to {dst}\nhint: verify the plan first"
+    )]
+    Stuck { now_s: f64, left: usize, src: Rank, dst: Rank },
+}
+
+/// Interprets a program on a cluster.
+pub fn simulate(program: &Program, cluster: &Cluster) -> Result<Trace, SimError> {
+    let topology = Topology::new(cluster);
+    if program.ranks.len() > topology.num_ranks() {
+        return Err(SimError::ClusterTooSmall {
+            program: program.ranks.len(),
+            cluster: topology.num_ranks(),
+        });
+    }
+    let mut sim = Sim::new(program, cluster, &topology)?;
+    sim.run();
+    sim.into_trace()
+}
+
+/// Events closer together than this share of the time passed are one event.
+const SAME_TIME: f64 = 1e-9;
+
+/// A channel's message under way.
+#[derive(Debug, Clone, Copy, Default)]
+struct Channel {
+    /// Index into its queue.
+    head: u32,
+    moving: bool,
+    sent: f64,
+    updated_s: f64,
+    /// Predictions of an older version are void.
+    version: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// The last byte has arrived.
+    Arrived(u32),
+    /// The first chunk has arrived: followers may start.
+    Opened(u32),
+    Channel {
+        channel: u32,
+        version: u32,
+        due: Due,
+    },
+}
+
+/// What a channel comes to next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Due {
+    /// The end of its message.
+    Finish,
+    /// A full chunk of its message.
+    Chunk,
+    /// The bytes that have arrived so far of the message it follows.
+    CatchUp,
+}
+
+/// How far a message is.
+#[derive(Debug, Clone, Copy, Default)]
+struct Progress {
+    chunk_sent: bool,
+    opened: bool,
+    sent: bool,
+    arrived: bool,
+}
+
+struct Sim {
+    wiring: Wiring,
+    network: Network,
+    channels: Vec<Channel>,
+    progress: Vec<Progress>,
+    latency_s: Vec<f64>,
+    chunk: f64,
+    now_s: f64,
+    events: BinaryHeap<Reverse<(Ordered, Event)>>,
+    /// Channels whose head may be able to start.
+    to_try: Vec<u32>,
+    endings: Vec<Ending>,
+    makespan_s: f64,
+    ops: Vec<Vec<OpSpan>>,
+}
+
+impl Sim {
+    fn new(program: &Program, cluster: &Cluster, topology: &Topology) -> Result<Self, SimError> {
+        let wiring = Wiring::of(program)?;
+        let network = Network::new(cluster, topology, &wiring.channel_ends);
+        let latency = |&(src, dst): &(Rank, Rank)| match topology.same_host(src, dst) {
+            true => cluster.local_latency_s,
+            false => cluster.latency_s,
+        };
+        Ok(Self {
+            channels: vec![Channel::default(); wiring.channel_ends.len()],
+            progress: vec![Progress::default(); wiring.messages.len()],
+            latency_s: wiring.channel_ends.iter().map(latency).collect(),
+            chunk: program.chunk_bytes.max(1) as f64,
+            now_s: 0.0,
+            events: BinaryHeap::new(),
+            to_try: (0..wiring.channel_ends.len() as u32).collect(),
+            endings: vec![],
+            makespan_s: 0.0,
+            ops: program.ranks.iter().map(|r| vec![OpSpan::default(); r.ops.len()]).collect(),
+            wiring,
+            network,
+        })
+    }
+
+    fn run(&mut self) {
+        for copy in 0..self.wiring.copies.len() as u32 {
+            if self.wiring.copies[copy as usize].pending == 0 {
+                self.endings.push(Ending::Copied(copy));
+            }
+        }
+        loop {
+            self.settle();
+            let Some(Reverse((Ordered(time), event))) = self.events.pop() else { return };
+            self.now_s = self.now_s.max(time);
+            self.handle(event);
+            while let Some(&Reverse((Ordered(next), event))) = self.events.peek() {
+                if next > self.now_s * (1.0 + SAME_TIME) {
+                    break;
+                }
+                self.events.pop();
+                self.handle(event);
+            }
+        }
+    }
+
+    /// Starts what can start and shares the links anew, until nothing more follows from it.
+    fn settle(&mut self) {
+        let mut changed = vec![];
+        loop {
+            while let Some(ending) = self.endings.pop() {
+                self.end(ending);
+            }
+            match self.to_try.pop() {
+                Some(channel) => self.try_start(channel),
+                None => {
+                    self.network.refill(self.now_s, &mut changed);
+                    if changed.is_empty() {
+                        return;
+                    }
+                    self.apply_rates(&mut changed);
+                }
+            }
+        }
+    }
+
+    fn head(&self, channel: u32) -> Option<u32> {
+        let at = self.channels[channel as usize].head as usize;
+        self.wiring.queues.of(channel).get(at).copied()
+    }
+
+    /// Whether a message may start now.
+    fn is_ready(&self, message: u32) -> bool {
+        let open = |leader: &u32| self.progress[*leader as usize].opened;
+        self.wiring.messages[message as usize].pending == 0
+            && self.wiring.leaders.of(message).iter().all(open)
+    }
+
+    fn try_start(&mut self, channel: u32) {
+        while !self.channels[channel as usize].moving {
+            let Some(message) = self.head(channel).filter(|&m| self.is_ready(m)) else { return };
+            self.mark_start(message);
+            if self.wiring.messages[message as usize].bytes == 0.0 {
+                self.finish(channel);
+                continue;
+            }
+            let state = &mut self.channels[channel as usize];
+            (state.moving, state.sent, state.updated_s) = (true, 0.0, self.now_s);
+            self.network.activate(channel, self.wiring.messages[message as usize].weight);
+            self.check_lead(channel, message);
+        }
+    }
+
+    fn mark_start(&mut self, message: u32) {
+        let m = &self.wiring.messages[message as usize];
+        self.ops[m.src.index()][m.send_op as usize].start_s = self.now_s;
+        self.ops[m.dst.index()][m.recv_op as usize].start_s = self.now_s;
+    }
+
+    /// Brings a channel's progress up to now.
+    fn update(&mut self, channel: u32, rate: f64) {
+        let state = &mut self.channels[channel as usize];
+        state.sent += rate * (self.now_s - state.updated_s);
+        state.updated_s = self.now_s;
+    }
+
+    fn sent(&self, channel: u32) -> f64 {
+        let state = &self.channels[channel as usize];
+        state.sent + self.network.flows[channel as usize].rate * (self.now_s - state.updated_s)
+    }
+
+    /// How many bytes the head of `channel` may still send before it waits for what it follows; `None` if it follows
+    /// nothing that is still under way. Also names the leading channel, if that one still sends.
+    fn lead(&self, message: u32) -> Option<(f64, Option<u32>)> {
+        let channel = self.wiring.messages[message as usize].channel;
+        let mut lead: Option<(f64, Option<u32>)> = None;
+        for &leader in self.wiring.leaders.of(message) {
+            let progress = self.progress[leader as usize];
+            if progress.arrived {
+                continue;
+            }
+            let m = &self.wiring.messages[leader as usize];
+            let (available, by) = match progress.sent {
+                true => (m.bytes - self.chunk, None),
+                false => (self.sent(m.channel) - self.chunk, Some(m.channel)),
+            };
+            let left = (available - self.sent(channel)).max(0.0);
+            if lead.is_none_or(|(least, _)| left < least) {
+                lead = Some((left, by));
+            }
+        }
+        lead
+    }
+
+    /// Ties a channel to its leader, or parks it, if it has caught up.
+    fn check_lead(&mut self, channel: u32, message: u32) {
+        match self.lead(message) {
+            Some((left, by)) if left <= SAME_TIME * self.wiring.messages[message as usize].bytes => {
+                self.network.follow(channel, by);
+                self.network.flows[channel as usize].parked = by.is_none();
+                self.network.touch(channel);
+            }
+            _ => {}
+        }
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Arrived(message) => self.arrive(message),
+            Event::Opened(message) => self.open(message),
+            Event::Channel { channel, version, due } => {
+                if self.channels[channel as usize].version != version {
+                    return;
+                }
+                self.update(channel, self.network.flows[channel as usize].rate);
+                let message = self.head(channel).expect("a moving channel has a head");
+                match due {
+                    Due::Finish => self.finish(channel),
+                    Due::Chunk => {
+                        self.progress[message as usize].chunk_sent = true;
+                        self.later(self.latency_s[channel as usize], Event::Opened(message));
+                        self.predict(channel);
+                    }
+                    Due::CatchUp => {
+                        let (_, by) = self.lead(message).expect("it caught up with something");
+                        self.network.follow(channel, by);
+                        self.network.flows[channel as usize].parked = by.is_none();
+                        self.network.touch(channel);
+                        self.predict(channel);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The head of a channel has been sent to its last byte.
+    fn finish(&mut self, channel: u32) {
+        let message = self.head(channel).expect("only a head can finish");
+        let m = &self.wiring.messages[message as usize];
+        let weight = m.weight;
+        self.ops[m.src.index()][m.send_op as usize].end_s = self.now_s;
+        self.network.count(channel, m.bytes as u64);
+        self.progress[message as usize].sent = true;
+        self.release_followers(channel);
+        let state = &mut self.channels[channel as usize];
+        state.head += 1;
+        state.version += 1;
+        state.sent = 0.0;
+        self.endings.push(Ending::Sent(message));
+        self.later(self.latency_s[channel as usize], Event::Arrived(message));
+        if !self.channels[channel as usize].moving {
+            return;
+        }
+        // The next message of the same kind takes over without a change to the network.
+        let next = self.head(channel).filter(|&n| {
+            let next = &self.wiring.messages[n as usize];
+            next.weight == weight
+                && next.bytes > 0.0
+                && self.wiring.leaders.of(n).is_empty()
+                && self.is_ready(n)
+                && self.network.flows[channel as usize].leader.is_none()
+        });
+        match next {
+            Some(next) => {
+                self.mark_start(next);
+                self.predict(channel);
+            }
+            None => {
+                self.channels[channel as usize].moving = false;
+                self.network.deactivate(channel, self.now_s);
+                self.to_try.push(channel);
+            }
+        }
+    }
+
+    /// The channels that were tied to this one have caught up with bytes on the wire: they wait for them.
+    fn release_followers(&mut self, channel: u32) {
+        for follower in self.network.followers(channel) {
+            self.network.follow(follower, None);
+            self.network.flows[follower as usize].parked = true;
+            self.network.touch(follower);
+        }
+    }
+
+    fn arrive(&mut self, message: u32) {
+        let m = &self.wiring.messages[message as usize];
+        self.ops[m.dst.index()][m.recv_op as usize].end_s = self.now_s;
+        self.makespan_s = self.makespan_s.max(self.now_s);
+        self.progress[message as usize].arrived = true;
+        self.endings.push(Ending::Received(message));
+        self.open(message);
+    }
+
+    /// Followers of a message have more to send than before, or may start.
+    fn open(&mut self, message: u32) {
+        self.progress[message as usize].opened = true;
+        for i in 0..self.wiring.followers.of(message).len() {
+            let follower = self.wiring.followers.of(message)[i];
+            let channel = self.wiring.messages[follower as usize].channel;
+            if self.head(channel) != Some(follower) {
+                continue;
+            }
+            if !self.channels[channel as usize].moving {
+                self.to_try.push(channel);
+            } else if self.progress[message as usize].arrived {
+                if self.network.flows[channel as usize].parked {
+                    self.network.flows[channel as usize].parked = false;
+                    self.network.touch(channel);
+                    self.check_lead(channel, follower);
+                }
+                self.predict(channel);
+            }
+        }
+    }
+
+    fn end(&mut self, ending: Ending) {
+        if let Ending::Copied(copy) = ending {
+            let copy = self.wiring.copies[copy as usize];
+            let span = OpSpan { start_s: self.now_s, end_s: self.now_s };
+            self.ops[copy.rank.index()][copy.op as usize] = span;
+        }
+        for i in 0..self.wiring.waiting(ending).len() {
+            let waiter = self.wiring.waiting(ending)[i];
+            match self.wiring.messages.get_mut(waiter as usize) {
+                Some(message) => {
+                    message.pending -= 1;
+                    if message.pending == 0 {
+                        self.to_try.push(message.channel);
+                    }
+                }
+                None => {
+                    let copy = waiter - self.wiring.messages.len() as u32;
+                    self.wiring.copies[copy as usize].pending -= 1;
+                    if self.wiring.copies[copy as usize].pending == 0 {
+                        self.endings.push(Ending::Copied(copy));
+                    }
+                }
+            }
+        }
+    }
+
+    /// New rates: progress so far counts at the old ones, and every prediction they touch is made anew.
+    fn apply_rates(&mut self, changed: &mut Vec<(u32, f64)>) {
+        for &(channel, old) in changed.iter() {
+            let state = &mut self.channels[channel as usize];
+            state.sent += old * (self.now_s - state.updated_s);
+            state.updated_s = self.now_s;
+        }
+        for (channel, _) in changed.drain(..) {
+            let leader = self.network.flows[channel as usize].leader;
+            let slower = |l: u32| {
+                self.network.flows[channel as usize].rate < self.network.flows[l as usize].rate * (1.0 - 1e-9)
+            };
+            if leader.is_some_and(slower) {
+                self.network.follow(channel, None);
+            }
+            self.predict(channel);
+            let Some(message) = self.head(channel) else { continue };
+            for i in 0..self.wiring.followers.of(message).len() {
+                let follower = self.wiring.followers.of(message)[i];
+                let other = self.wiring.messages[follower as usize].channel;
+                if self.channels[other as usize].moving && self.head(other) == Some(follower) {
+                    self.predict(other);
+                }
+            }
+        }
+    }
+
+    /// Works out what a moving channel comes to next, at the present rates.
+    fn predict(&mut self, channel: u32) {
+        let Some(message) = self.head(channel).filter(|_| self.channels[channel as usize].moving) else {
+            return;
+        };
+        let rate = self.network.flows[channel as usize].rate;
+        self.channels[channel as usize].version += 1;
+        if rate <= 0.0 {
+            return;
+        }
+        let sent = self.sent(channel);
+        let mut next =
+            (Ordered((self.wiring.messages[message as usize].bytes - sent).max(0.0) / rate), Due::Finish);
+        let has_followers = !self.wiring.followers.of(message).is_empty();
+        if has_followers && !self.progress[message as usize].chunk_sent {
+            next = next.min((Ordered((self.chunk - sent).max(0.0) / rate), Due::Chunk));
+        }
+        let free = self.network.flows[channel as usize].leader.is_none();
+        if let Some((left, by)) = self.lead(message).filter(|_| free) {
+            let lead_rate = by.map_or(0.0, |l| self.network.flows[l as usize].rate);
+            if rate > lead_rate * (1.0 + 1e-12) {
+                next = next.min((Ordered(left / (rate - lead_rate)), Due::CatchUp));
+            }
+        }
+        let version = self.channels[channel as usize].version;
+        let (Ordered(delay_s), due) = next;
+        self.later(delay_s, Event::Channel { channel, version, due });
+    }
+
+    fn later(&mut self, delay_s: f64, event: Event) {
+        self.events.push(Reverse((Ordered(self.now_s + delay_s), event)));
+    }
+
+    fn into_trace(self) -> Result<Trace, SimError> {
+        let left = self.progress.iter().filter(|p| !p.arrived).count();
+        if left > 0 {
+            let first = self.progress.iter().position(|p| !p.arrived).expect("some message is left");
+            let m = &self.wiring.messages[first];
+            return Err(SimError::Stuck { now_s: self.now_s, left, src: m.src, dst: m.dst });
+        }
+        Ok(Trace { makespan_s: self.makespan_s, ops: self.ops, links: self.network.into_uses(self.now_s) })
+    }
+}
+
+#[cfg(test)]
+mod tests;
