@@ -99,7 +99,7 @@ impl HostArgs {
         let mut assumed = Assumed { devices_per_host: self.devices_per_host, ..Assumed::default() };
         self.adjust_host(&mut assumed.host)?;
         if let Some(text) = &self.latency {
-            assumed.latency_s = parse_seconds(text).context("--latency")?;
+            assumed.latency_s = parse_seconds(text).context("the latency")?;
         }
         Ok(Hosts::Assumed(assumed))
     }
@@ -118,18 +118,18 @@ impl HostArgs {
             self.adjust_host(host)?;
         }
         if let Some(text) = &self.latency {
-            cluster.latency_s = parse_seconds(text).context("--latency")?;
+            cluster.latency_s = parse_seconds(text).context("the latency")?;
         }
         Ok(())
     }
 
     fn adjust_host(&self, host: &mut Host) -> Result<()> {
         if let Some(text) = &self.nic {
-            let rate = parse_rate(text).context("--nic")?;
+            let rate = parse_rate(text).context("the NIC rate")?;
             (host.nic_out_bytes_per_s, host.nic_in_bytes_per_s) = (rate, rate);
         }
         if let Some(text) = &self.local {
-            host.local_bytes_per_s = parse_rate(text).context("--local")?;
+            host.local_bytes_per_s = parse_rate(text).context("the local rate")?;
         }
         host.nics = self.nics.unwrap_or(host.nics);
         Ok(())

@@ -1,0 +1,136 @@
+//! `crossmesh simulate`: how long will this plan take?
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use crossmesh_core::cluster::{Cluster, Topology};
+use crossmesh_core::reshard::Plan;
+use crossmesh_core::units::{Bytes, Rate, Seconds};
+use serde::Serialize;
+
+use crate::Answer;
+use crate::chrome;
+use crate::input::{HostArgs, read_plan};
+use crate::output::{self, Format, Table, count};
+use crate::predict::Prediction;
+use crate::summary;
+
+/// Predict how long a plan takes, on its own cluster or another.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  crossmesh simulate plan.json
+  crossmesh simulate plan.json --nic 100Gbit --latency 10us
+  crossmesh simulate plan.json --cluster other.toml --trace trace.json   # open it in ui.perfetto.dev")]
+pub struct Args {
+    /// A plan document; `-` reads stdin
+    #[arg(value_name = "PLAN")]
+    plan: PathBuf,
+    #[command(flatten)]
+    hosts: HostArgs,
+    /// Text for people, or one JSON document
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+    /// Also write the run as a Chrome trace, for Perfetto
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+/// The answer as JSON.
+#[derive(Debug, Serialize)]
+struct Simulation {
+    schema: &'static str,
+    strategy: String,
+    predicted_s: f64,
+    lower_bound_s: f64,
+    over_bound: Option<f64>,
+    bound_reason: String,
+    peak_extra_bytes: u64,
+    /// Busiest first.
+    links: Vec<LinkReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct LinkReport {
+    link: String,
+    bytes: u64,
+    bytes_per_s: f64,
+    busy_s: f64,
+}
+
+pub fn run(args: &Args) -> Result<Answer> {
+    let mut plan = read_plan(&args.plan)?;
+    if let Err(violation) = crossmesh_core::verify::verify(&plan) {
+        bail!("{}: the plan is wrong, and cannot be simulated: {violation}", args.plan.display());
+    }
+    let mut cluster = match args.hosts.described()? {
+        Some(cluster) => cluster,
+        None => plan.problem.cluster.clone(),
+    };
+    args.hosts.adjust(&mut cluster)?;
+    move_to(&mut plan, cluster)?;
+    let prediction = Prediction::of_plan(plan)?;
+    if let Some(path) = &args.trace {
+        output::write_file(path, &chrome::render(&prediction).context("cannot write the trace")?)?;
+    }
+    match args.format {
+        Format::Text => output::print(&render(&prediction))?,
+        Format::Json => output::print_json(&simulation(&prediction))?,
+    }
+    Ok(Answer::Yes)
+}
+
+/// Puts a plan onto another cluster, rank by rank.
+fn move_to(plan: &mut Plan, cluster: Cluster) -> Result<()> {
+    let last = plan.problem.meshes_of_ranks().keys().next_back().map_or(0, |r| r.index());
+    if last >= cluster.num_devices() {
+        bail!(
+            "the plan uses ranks up to {last}, the cluster has {}\nhint: describe a larger cluster",
+            count(cluster.num_devices(), "device")
+        );
+    }
+    plan.problem.topology = Topology::new(&cluster);
+    plan.problem.cluster = cluster;
+    Ok(())
+}
+
+fn render(prediction: &Prediction) -> String {
+    let plan = &prediction.plan;
+    let mut text = format!("simulate {}\n", summary::headline(plan));
+    let _ = writeln!(text, "  strategy {}, {}", plan.strategy, summary::place(&plan.problem));
+    let mut table = Table::new(1);
+    for link in summary::busiest_links(&prediction.trace).iter().take(8) {
+        table.row([
+            summary::link_name(&plan.problem, link.link),
+            Bytes(link.bytes).to_string(),
+            format!("at {}", Rate(link.bytes_per_s)),
+            format!("busy {:.1} % of the time", summary::busy_percent(link, prediction.seconds())),
+        ]);
+    }
+    text += "busiest links\n";
+    text += &table.render(2);
+    let reason = &prediction.bound.reason;
+    let colon = if reason.is_empty() { "" } else { ": " };
+    let _ = writeln!(text, "lower bound  {}{colon}{reason}", Seconds(prediction.bound.seconds));
+    let (seconds, ratio) = (Seconds(prediction.seconds()), prediction.ratio());
+    let _ = writeln!(text, "predicted    {seconds}, {ratio:.3} × the bound");
+    text
+}
+
+fn simulation(prediction: &Prediction) -> Simulation {
+    let name = |link| summary::link_name(&prediction.plan.problem, link);
+    let links = summary::busiest_links(&prediction.trace);
+    Simulation {
+        schema: "crossmesh.simulation/1",
+        strategy: prediction.plan.strategy.clone(),
+        predicted_s: prediction.seconds(),
+        lower_bound_s: prediction.bound.seconds,
+        over_bound: Some(prediction.ratio()).filter(|r| r.is_finite()),
+        bound_reason: prediction.bound.reason.clone(),
+        peak_extra_bytes: prediction.peak_extra_bytes(),
+        links: links
+            .iter()
+            .map(|l| LinkReport { link: name(l.link), bytes: l.bytes, bytes_per_s: l.bytes_per_s, busy_s: l.busy_s() })
+            .collect(),
+    }
+}
