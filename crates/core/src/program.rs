@@ -8,6 +8,7 @@
 use std::ops::Range;
 
 use crate::id::{Rank, RegionId};
+use crate::region::Region;
 
 /// All ranks' programs, by rank.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -15,6 +16,8 @@ pub struct Program {
     /// How much of a receive has to arrive before a streaming dependent may use it.
     pub chunk_bytes: u64,
     pub ranks: Vec<RankProgram>,
+    /// The boxes of copies that the plan does not name. Ids go on where the plan's own table of regions ends.
+    pub copied: Vec<Region>,
 }
 
 /// One rank's ops, and the memory it needs beside its tensors.
@@ -60,7 +63,8 @@ pub enum Buffer {
     Src,
     /// Its shard of the destination layout.
     Dst,
-    /// A staging buffer: index into [`RankProgram::stages`].
+    /// A staging buffer: index into [`RankProgram::stages`]. It holds the box of the receive that fills it, or where
+    /// copies fill it, of the send that reads it.
     Stage(u32),
 }
 

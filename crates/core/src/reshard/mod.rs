@@ -12,6 +12,7 @@ pub mod lower;
 pub mod pieces;
 pub mod plan;
 pub mod problem;
+pub mod shards;
 pub mod strategy;
 
 pub use bound::{Bound, lower_bound};

@@ -1,0 +1,253 @@
+//! Where every transfer reads and writes, and how much memory that takes beside the tensors.
+//!
+//! A box that arrives at a rank that does not want it waits in a staging buffer. It lives from its receive to the last
+//! send that reads it, and only the plan's own order lets another box have its memory: B takes over from A if B's
+//! transfer names, in `after`, every transfer that reads A. Nothing depends on timing.
+//!
+//! ```text
+//! r0 -> r1   box a        r1 stages a in slot 0
+//! r1 -> r2   box a        the only reader of a
+//! r0 -> r1   box b        after: the line above, so b takes slot 0 too; without it b would need slot 1
+//! ```
+
+use rustc_hash::FxHashMap;
+
+use crate::id::{Rank, TransferId};
+use crate::program::Buffer;
+use crate::region::{Region, Span};
+
+use super::super::plan::{Plan, Transfer};
+use super::super::shards::Shards;
+
+/// Both layouts of a tensor, looked up.
+pub struct Sides {
+    pub src: Shards,
+    pub dst: Shards,
+}
+
+impl Sides {
+    pub fn of(plan: &Plan) -> Vec<Sides> {
+        let num_ranks = plan.problem.topology.num_ranks();
+        let sides = |r: &super::super::Reshard| Sides {
+            src: Shards::new(&r.src, num_ranks),
+            dst: Shards::new(&r.dst, num_ranks),
+        };
+        plan.problem.reshards.iter().map(sides).collect()
+    }
+}
+
+/// A box in staging memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Staged {
+    pub bytes: u64,
+    /// Index into the rank's staging buffers.
+    pub slot: u32,
+    /// The staged box whose memory it took over.
+    pub took_over: Option<u32>,
+    readers: u32,
+    handed_on: bool,
+}
+
+/// How a receive of a partial sum goes about it.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Combining {
+    /// The receive into the same box before this one.
+    pub previous: Option<TransferId>,
+    /// The rank's own part has to be in the buffer first.
+    pub copy_own: bool,
+    pub reduce: bool,
+}
+
+/// A part of a box that has to be put together before it can be sent.
+#[derive(Debug, Clone)]
+pub struct Part {
+    pub region: Region,
+    pub from: Buffer,
+    /// The transfer that brought it; none for what the rank held from the start.
+    pub brought_by: Option<TransferId>,
+}
+
+/// The buffers of every transfer. In here, `Buffer::Stage` is an index into `staged`.
+pub struct Buffers {
+    pub from: Vec<Buffer>,
+    pub into: Vec<Buffer>,
+    pub staged: Vec<Staged>,
+    /// By rank: the sizes of its slots.
+    pub slots: Vec<Vec<u64>>,
+    /// Boxes that are put together out of several before they are sent; hardly ever any.
+    pub assembled: FxHashMap<TransferId, Vec<Part>>,
+    /// By transfer; empty if no tensor is a partial sum.
+    combining: Vec<Combining>,
+}
+
+/// No transfer yet.
+const NOBODY: u32 = u32::MAX;
+
+impl Buffers {
+    pub fn assign(plan: &Plan, sides: &[Sides]) -> Self {
+        let n = plan.transfers().len();
+        let mut buffers = Buffers {
+            from: vec![Buffer::Src; n],
+            into: vec![Buffer::Dst; n],
+            staged: vec![],
+            slots: vec![vec![]; plan.problem.topology.num_ranks()],
+            assembled: FxHashMap::default(),
+            combining: vec![],
+        };
+        if sides.iter().any(|s| s.src.is_partial()) {
+            buffers.combining = vec![Combining::default(); n];
+        }
+        buffers.assign_receives(plan, sides);
+        for (i, t) in plan.transfers().iter().enumerate() {
+            buffers.from[i] = buffers.source_of(plan, sides, TransferId::at(i), t);
+            if let Buffer::Stage(staged) = buffers.from[i] {
+                buffers.staged[staged as usize].readers += 1;
+            }
+        }
+        buffers.assign_slots(plan);
+        buffers
+    }
+
+    pub fn combining(&self, id: TransferId) -> Combining {
+        self.combining.get(id.index()).copied().unwrap_or_default()
+    }
+
+    /// The buffer as the program names it: staged boxes by their slot.
+    pub fn in_program(&self, buffer: Buffer) -> Buffer {
+        match buffer {
+            Buffer::Stage(staged) => Buffer::Stage(self.staged[staged as usize].slot),
+            other => other,
+        }
+    }
+
+    fn stage(&mut self, bytes: u64) -> Buffer {
+        let staged = Staged { bytes, slot: 0, took_over: None, readers: 0, handed_on: false };
+        self.staged.push(staged);
+        Buffer::Stage(self.staged.len() as u32 - 1)
+    }
+
+    fn assign_receives(&mut self, plan: &Plan, sides: &[Sides]) {
+        // The last receive into each box of a partial sum.
+        let mut boxes: FxHashMap<(u32, Rank, &[Span]), TransferId> = FxHashMap::default();
+        for (i, t) in plan.transfers().iter().enumerate() {
+            let (id, region, sides) = (TransferId::at(i), plan.region(t), &sides[t.tensor as usize]);
+            let previous = match sides.src.is_partial() {
+                true => boxes.insert((t.tensor, t.dst, region.spans()), id),
+                false => None,
+            };
+            self.into[i] = match previous {
+                Some(previous) => self.into[previous.index()],
+                None if sides.dst.contains(t.dst, region) => Buffer::Dst,
+                None => self.stage(t.bytes),
+            };
+            if sides.src.is_partial() {
+                let copy_own = t.reduce && previous.is_none() && sides.src.contains(t.dst, region);
+                let reduce = t.reduce && (previous.is_some() || copy_own);
+                self.combining[i] = Combining { previous: previous.filter(|_| t.reduce), copy_own, reduce };
+            }
+        }
+    }
+
+    fn source_of(&mut self, plan: &Plan, sides: &[Sides], id: TransferId, t: &Transfer) -> Buffer {
+        let (region, sides) = (plan.region(t), &sides[t.tensor as usize]);
+        let mut brought = plan.after(t).iter().filter(|a| {
+            let a = &plan.transfers()[a.index()];
+            a.dst == t.src && a.tensor == t.tensor && plan.region(a).overlaps(region)
+        });
+        let bare = !sides.src.is_partial() || brought.clone().next().is_none();
+        if bare && sides.src.contains(t.src, region) {
+            return Buffer::Src;
+        }
+        if sides.dst.contains(t.src, region) {
+            return Buffer::Dst;
+        }
+        match brought.clone().find(|a| plan.region(&plan.transfers()[a.index()]).contains(region)) {
+            Some(whole) => self.into[whole.index()],
+            None => {
+                let mut parts = Vec::new();
+                if !sides.src.is_partial() {
+                    let own = sides.src.common(t.src, region).into_iter();
+                    parts.extend(own.map(|region| Part { region, from: Buffer::Src, brought_by: None }));
+                }
+                for a in brought.by_ref() {
+                    let common = plan.region(&plan.transfers()[a.index()]).intersect(region);
+                    let from = self.into[a.index()];
+                    parts.extend(common.map(|region| Part { region, from, brought_by: Some(*a) }));
+                }
+                self.assemble(id, t.bytes, parts)
+            }
+        }
+    }
+
+    fn assemble(&mut self, id: TransferId, bytes: u64, parts: Vec<Part>) -> Buffer {
+        for part in &parts {
+            if let Buffer::Stage(staged) = part.from {
+                // Read by a copy, which no `after` can name: its memory is never handed on.
+                self.staged[staged as usize].handed_on = true;
+            }
+        }
+        self.assembled.insert(id, parts);
+        let buffer = self.stage(bytes);
+        self.staged.last_mut().expect("just staged").handed_on = true;
+        buffer
+    }
+
+    /// Gives every staged box a slot, in list order: that of a box it may take over from, or a new one.
+    fn assign_slots(&mut self, plan: &Plan) {
+        let mut has_slot = vec![false; self.staged.len()];
+        // How many readers of each staged box the transfer at hand names, and which transfer that was.
+        let mut named: Vec<(u32, u32)> = vec![(NOBODY, 0); self.staged.len()];
+        for (i, t) in plan.transfers().iter().enumerate() {
+            if self.assembled.contains_key(&TransferId::at(i)) {
+                self.give_slot(t.src, self.from[i], None, &mut has_slot);
+            }
+            let Buffer::Stage(staged) = self.into[i] else { continue };
+            if has_slot[staged as usize] {
+                continue;
+            }
+            let mut best: Option<(bool, u64, u32)> = None;
+            for a in plan.after(t) {
+                let Buffer::Stage(old) = self.from[a.index()] else { continue };
+                if plan.transfers()[a.index()].src != t.dst || !has_slot[old as usize] {
+                    continue;
+                }
+                let count = &mut named[old as usize];
+                *count = if count.0 == i as u32 { (count.0, count.1 + 1) } else { (i as u32, 1) };
+                let candidate = self.staged[old as usize];
+                if candidate.handed_on || count.1 != candidate.readers {
+                    continue;
+                }
+                best = best.max(Some(self.fit(t, old)));
+            }
+            self.give_slot(t.dst, self.into[i], best.map(|(_, _, old)| old), &mut has_slot);
+        }
+    }
+
+    /// How well a box fits into the memory of another, the best the largest: a slot just large enough, else the
+    /// largest there is.
+    fn fit(&self, t: &Transfer, old: u32) -> (bool, u64, u32) {
+        let size = self.slots[t.dst.index()][self.staged[old as usize].slot as usize];
+        let enough = size >= t.bytes;
+        (enough, if enough { u64::MAX - size } else { size }, old)
+    }
+
+    fn give_slot(&mut self, rank: Rank, buffer: Buffer, old: Option<u32>, has_slot: &mut [bool]) {
+        let Buffer::Stage(staged) = buffer else { return };
+        let slots = &mut self.slots[rank.index()];
+        let bytes = self.staged[staged as usize].bytes;
+        let slot = match old {
+            Some(old) => {
+                self.staged[old as usize].handed_on = true;
+                self.staged[old as usize].slot
+            }
+            None => {
+                slots.push(0);
+                slots.len() as u32 - 1
+            }
+        };
+        slots[slot as usize] = slots[slot as usize].max(bytes);
+        self.staged[staged as usize].slot = slot;
+        self.staged[staged as usize].took_over = old;
+        has_slot[staged as usize] = true;
+    }
+}
