@@ -114,7 +114,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     let suite = Suite::open(&args.suite)?;
     let results = predict_suite(&suite, args.case.as_deref(), args.seed)?;
     if let Some(path) = &args.html {
-        output::write_file(path, &report::bench::render(&results))?;
+        output::write_file(path, &report::bench::render(&results, report::provenance()))?;
     }
     match args.format {
         Format::Text => output::print(&render(&results))?,

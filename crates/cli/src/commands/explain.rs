@@ -38,7 +38,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     let problem = args.problem.problem()?;
     let prediction = Prediction::of_problem(&problem, &args.plan.options()?)?;
     if let Some(path) = &args.html {
-        output::write_file(path, &report::plan::render(&prediction))?;
+        output::write_file(path, &report::plan::render(&prediction, report::provenance()))?;
     }
     match args.format {
         Format::Text => output::print(&render(&prediction))?,
