@@ -6,6 +6,7 @@
 //! assert_eq!(mesh.len(), 8);
 //! assert_eq!(mesh.coord(5), [1, 1]); // the second row, the second column
 //! assert_eq!("B{tp:3}=4,6-7".parse::<Mesh>().unwrap().to_string(), "B{tp:3}=4,6-7");
+//! assert_eq!("C:2x4".parse::<Mesh>().unwrap().to_string(), "C{x:2,y:4}"); // sizes alone, as Alpa writes them
 //! ```
 
 use std::fmt;
@@ -16,6 +17,8 @@ use crate::layout::notation::{Cursor, NotationError};
 
 /// More devices than this in one mesh is taken for a typing mistake rather than planned for.
 pub const MAX_MESH_LEN: u64 = 1 << 20;
+/// The most axes a mesh may have.
+pub const MAX_AXES: usize = 32;
 
 /// A named dimension of a mesh.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -108,7 +111,8 @@ impl fmt::Display for RankList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut rest = self.0;
         while let Some(first) = rest.first() {
-            let run = rest.iter().zip(first.0..).take_while(|(r, expect)| r.0 == *expect).count();
+            // Counted in u64: the rank after the last one need not exist.
+            let run = rest.iter().zip(u64::from(first.0)..).take_while(|(r, n)| u64::from(r.0) == *n).count();
             let comma = if rest.len() == self.0.len() { "" } else { "," };
             match run {
                 1 => write!(f, "{comma}{}", first.0)?,

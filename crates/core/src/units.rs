@@ -63,7 +63,7 @@ pub enum UnitError {
     UnknownUnit { quantity: Quantity, text: String, unit: String },
     #[error("`{text}` may mean bits or bytes\nhint: {}", quantity.hint())]
     BitsOrBytes { quantity: Quantity, text: String },
-    #[error("`{text}` is no use as a rate: nothing would ever arrive\nhint: give a rate above zero")]
+    #[error("`{text}` is no use as a rate: nothing would ever arrive\nhint: give at least 1bit")]
     ZeroRate { text: String },
     #[error("`{text}` is not a whole number of bytes\nhint: {}", Quantity::Bytes.hint())]
     BrokenByte { text: String },
@@ -71,16 +71,19 @@ pub enum UnitError {
     TooLarge { quantity: Quantity, text: String },
 }
 
-/// Reads a rate, in bytes per second; finite and above zero.
+/// Rates outside of this are typing mistakes, and would overflow the times computed from them.
+const RATES_BYTES_PER_S: std::ops::RangeInclusive<f64> = 0.125..=1e18;
+
+/// Reads a rate, in bytes per second; at least one bit a second.
 pub fn parse_rate(text: &str) -> Result<f64, UnitError> {
     let quantity = Quantity::Rate;
     let (number, unit) = split_unit(quantity, text)?;
     let value = float(quantity, text, number)?;
     let rate = value * rate_unit(text, unit)?;
-    if rate.is_infinite() {
+    if rate > *RATES_BYTES_PER_S.end() {
         return Err(UnitError::TooLarge { quantity, text: shown(text) });
     }
-    if rate <= 0.0 {
+    if rate < *RATES_BYTES_PER_S.start() {
         return Err(UnitError::ZeroRate { text: shown(text) });
     }
     Ok(rate)
@@ -328,6 +331,8 @@ mod tests {
         assert!(rate("10").contains("has no unit"));
         assert!(rate("-1Gbit").contains("negative"));
         assert!(rate("0Gbit").contains("nothing would ever arrive"));
+        assert!(rate("0.0000001bit").contains("nothing would ever arrive"));
+        assert!(rate("9999PB/s").contains("too large"));
         assert!(rate("nan Gbit").contains("does not start with a number"));
         assert!(rate("inf").contains("does not start with a number"));
         assert!(rate(&format!("1{}Gbit", "0".repeat(310))).contains("too large"));

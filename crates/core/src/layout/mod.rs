@@ -17,6 +17,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+mod interop;
 pub mod notation;
 mod split;
 

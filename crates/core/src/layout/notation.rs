@@ -4,20 +4,27 @@
 //! ```text
 //! layout := dtype '[' numbers ']' '@' mesh '(' terms [ '|' op axes ] ')'
 //! mesh   := name '{' [ name ':' number { ',' … } ] '}' [ '=' ranks ]
+//!         | name ':' number { 'x' number } [ '=' ranks ]
 //! ranks  := number [ '-' number ] { ',' … }
 //! term   := '_' | axes | axes '[' numbers ']' | axes 'of' number { '+' number }
 //! axes   := name { '+' name }
 //! ```
 //!
-//! Blanks may stand between tokens.
+//! Blanks may stand between tokens. What other systems write after the mesh is read in `interop.rs`.
 
 use std::fmt;
 use std::ops::Range;
 
+use super::interop::Form;
 use super::{Layout, MAX_DIMS, Partial, ReduceOp, Rule, Split};
 use crate::dtype::DType;
 use crate::id::Rank;
-use crate::mesh::{Axis, MAX_MESH_LEN, Mesh};
+use crate::mesh::{Axis, MAX_AXES, MAX_MESH_LEN, Mesh};
+
+/// More spans than this from fused parts of one dim is refused: every part of the dim holds a slice of each.
+const MAX_FUSED_SPANS: usize = 1 << 24;
+/// An error shows this many characters on either side of the place it is about.
+const CONTEXT_CHARS: usize = 100;
 
 /// What is wrong with a piece of notation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -43,15 +50,27 @@ pub enum Problem {
     TensorTooLarge,
     #[error("the mesh has {len} devices, more than {MAX_MESH_LEN}")]
     MeshTooLarge { len: String },
+    #[error("the mesh has {axes} axes, more than {MAX_AXES}")]
+    TooManyAxes { axes: usize },
     #[error("the tensor has {dims} dims, more than {MAX_DIMS}")]
     TooManyDims { dims: usize },
     #[error("the shape has {dims} dims, the layout splits {splits}")]
-    DimsDiffer { dims: usize, splits: usize },
+    DimsDiffer { dims: usize, splits: usize, whole: &'static str },
+    #[error("the tensor has {dims} dims, there is no dim {dim}")]
+    NoSuchDim { dim: String, dims: usize },
+    #[error("the mesh has {axes} axes, {placements} placements are given")]
+    PlacementsDiffer { axes: usize, placements: usize },
+    #[error("unknown placement `{name}`")]
+    UnknownPlacement { name: String },
+    #[error("one layout has both a partial {first} and a partial {second}")]
+    ReductionsDiffer { first: ReduceOp, second: ReduceOp },
     #[error("rank {rank} is listed twice")]
     RankRepeated { rank: u32 },
+    #[error("rank {rank} is too large")]
+    RankTooLarge { rank: u32 },
     #[error("the mesh has {len} devices, {listed} ranks are listed")]
-    RanksDiffer { len: usize, listed: usize },
-    #[error("{given} cuts make {} parts, the axes make {parts}", given - 1)]
+    RanksDiffer { len: usize, listed: u64 },
+    #[error("{given} cuts make {} parts, the axes make {parts}", given.saturating_sub(1))]
     CutsDiffer { given: usize, parts: usize },
     #[error("cuts run from {first} to {last}, the dim from 0 to {dim_len}")]
     CutsMissTheEnds { first: u64, last: u64, dim_len: u64 },
@@ -59,6 +78,8 @@ pub enum Problem {
     CutsFall { cut: u64, next: u64 },
     #[error("fused parts add up to {sum}, the dim has {dim_len}")]
     PartsDiffer { sum: String, dim_len: u64 },
+    #[error("{fused} fused parts split over {parts} devices make more than {MAX_FUSED_SPANS} slices")]
+    TooManyParts { fused: usize, parts: usize },
     #[error("unknown reduction `{name}`")]
     UnknownReduction { name: String },
 }
@@ -75,7 +96,17 @@ impl Problem {
             }
             Problem::AxisSplitsAndReduces { .. } => "name the axis on one side of the `|` only".into(),
             Problem::AxisEmpty { .. } => "an axis has at least one device".into(),
-            Problem::DimsDiffer { dims, .. } => format!("give {dims} terms; `_` leaves a dim whole"),
+            Problem::DimsDiffer { dims, whole, .. } => {
+                format!("give {dims} terms; `{whole}` leaves a dim whole")
+            }
+            Problem::PlacementsDiffer { axes, .. } => {
+                format!("give {axes} placements, one for each axis of the mesh")
+            }
+            Problem::UnknownPlacement { .. } => {
+                "placements are Shard(dim), Replicate() and Partial(sum)".into()
+            }
+            Problem::ReductionsDiffer { .. } => "combine one of them before the tensor moves".into(),
+            Problem::RankTooLarge { .. } => format!("ranks go up to {}", u32::MAX - 1),
             Problem::RanksDiffer { len, .. } => {
                 format!("list {len} ranks, or none to take the next free ones")
             }
@@ -100,10 +131,9 @@ pub struct NotationError {
 
 impl fmt::Display for NotationError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let before = self.text[..self.at.start].chars().count();
-        let width = self.text[self.at.clone()].chars().count().max(1);
+        let (line, before, width) = self.window();
         writeln!(f, "{}", self.problem)?;
-        writeln!(f, "  {}", self.text.replace(['\n', '\r', '\t'], " "))?;
+        writeln!(f, "  {line}")?;
         write!(f, "  {}{}", " ".repeat(before), "^".repeat(width))?;
         match self.problem.hint() {
             Some(hint) => write!(f, "\nhint: {hint}"),
@@ -112,12 +142,31 @@ impl fmt::Display for NotationError {
     }
 }
 
+impl NotationError {
+    /// The text around the error on one line, and which of its characters to underline.
+    fn window(&self) -> (String, usize, usize) {
+        let count = |range: Range<usize>| self.text.get(range).map_or(0, |s| s.chars().count());
+        let (start, len) = (count(0..self.at.start), count(self.at.clone()));
+        let first = start.saturating_sub(CONTEXT_CHARS);
+        let shown = (start - first) + len.min(CONTEXT_CHARS) + CONTEXT_CHARS;
+        let clean = |c: char| if c.is_control() { ' ' } else { c };
+        let cut_before = if first > 0 { "…" } else { "" };
+        let mut line: String =
+            cut_before.chars().chain(self.text.chars().skip(first).take(shown).map(clean)).collect();
+        if self.text.chars().nth(first + shown).is_some() {
+            line.push('…');
+        }
+        let before = start - first + cut_before.chars().count();
+        (line, before, len.clamp(1, CONTEXT_CHARS))
+    }
+}
+
 impl std::error::Error for NotationError {}
 
 /// A place in a line of notation.
 pub(crate) struct Cursor<'a> {
     text: &'a str,
-    at: usize,
+    pub(super) at: usize,
 }
 
 /// Axes and how a term cuts them, before they are checked against the dim.
@@ -131,31 +180,35 @@ impl<'a> Cursor<'a> {
         Self { text, at: 0 }
     }
 
-    fn rest(&self) -> &'a str {
+    pub(super) fn rest(&self) -> &'a str {
         &self.text[self.at..]
     }
 
-    fn skip_blanks(&mut self) {
+    pub(super) fn skip_blanks(&mut self) {
         self.at += self.rest().len() - self.rest().trim_start().len();
     }
 
-    fn error(&self, at: Range<usize>, problem: Problem) -> NotationError {
+    pub(super) fn error(&self, at: Range<usize>, problem: Problem) -> NotationError {
         NotationError { text: self.text.to_string(), at, problem }
     }
 
-    fn expected(&mut self, expected: &'static str) -> NotationError {
+    pub(super) fn expected(&mut self, expected: &'static str) -> NotationError {
         self.skip_blanks();
         let next = self.rest().chars().next();
-        let found = next.map_or("the end".to_string(), |c| format!("`{c}`"));
+        let found = match next {
+            Some(c) if c.is_control() => format!("`{}`", c.escape_default()),
+            Some(c) => format!("`{c}`"),
+            None => "the end".to_string(),
+        };
         self.error(self.at..self.at + next.map_or(0, char::len_utf8), Problem::Expected { expected, found })
     }
 
-    fn peek(&mut self) -> Option<char> {
+    pub(super) fn peek(&mut self) -> Option<char> {
         self.skip_blanks();
         self.rest().chars().next()
     }
 
-    fn take(&mut self, c: char) -> bool {
+    pub(super) fn take(&mut self, c: char) -> bool {
         let found = self.peek() == Some(c);
         if found {
             self.at += c.len_utf8();
@@ -163,7 +216,7 @@ impl<'a> Cursor<'a> {
         found
     }
 
-    fn token(&mut self, c: char, expected: &'static str) -> Result<(), NotationError> {
+    pub(super) fn token(&mut self, c: char, expected: &'static str) -> Result<(), NotationError> {
         if self.take(c) { Ok(()) } else { Err(self.expected(expected)) }
     }
 
@@ -176,7 +229,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// A name, with its place: a letter, then letters, digits and underscores.
-    fn name(&mut self, expected: &'static str) -> Result<(&'a str, Range<usize>), NotationError> {
+    pub(super) fn name(&mut self, expected: &'static str) -> Result<(&'a str, Range<usize>), NotationError> {
         self.skip_blanks();
         let rest = self.rest();
         let len = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(rest.len());
@@ -188,7 +241,7 @@ impl<'a> Cursor<'a> {
         Ok((&rest[..len], at))
     }
 
-    fn number(&mut self) -> Result<(u64, Range<usize>), NotationError> {
+    pub(super) fn number(&mut self) -> Result<(u64, Range<usize>), NotationError> {
         self.skip_blanks();
         let rest = self.rest();
         let len = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
@@ -231,11 +284,17 @@ impl<'a> Cursor<'a> {
         let dtype = name.parse().map_err(|()| self.error(at, Problem::UnknownDType { name: name.into() }))?;
         let shape = self.shape(dtype)?;
         self.token('@', "`@` and a mesh")?;
-        let mesh = self.mesh()?;
+        let (mesh, sized) = self.mesh_or_sizes()?;
         self.skip_blanks();
         let open = self.at;
-        self.token('(', "`(` and how each dim is split")?;
-        let (splits, partial) = self.splits(&mesh, &shape, open)?;
+        let (splits, partial) = match self.form(sized) {
+            Form::Native => {
+                self.token('(', "`(` and how each dim is split")?;
+                self.splits(&mesh, &shape, open)?
+            }
+            form => self.foreign_splits(form, &mesh, &shape)?,
+        };
+        self.check_axes(&mesh, &splits, partial.as_ref(), open)?;
         Ok(Layout { dtype, shape, mesh, splits, partial })
     }
 
@@ -257,35 +316,57 @@ impl<'a> Cursor<'a> {
     }
 
     pub(crate) fn mesh(&mut self) -> Result<Mesh, NotationError> {
+        self.mesh_or_sizes().map(|(mesh, _)| mesh)
+    }
+
+    /// A mesh, and whether it was given by sizes alone (`A:2x4`), as Alpa does.
+    fn mesh_or_sizes(&mut self) -> Result<(Mesh, bool), NotationError> {
         let (name, name_at) = self.name("a mesh name")?;
-        self.token('{', "`{` and the mesh's axes")?;
-        let mut axes: Vec<Axis> = Vec::new();
-        while self.peek() != Some('}') {
-            if !axes.is_empty() {
-                self.token(',', "`,` or `}`")?;
-            }
-            let (axis, at) = self.name("an axis name")?;
-            self.token(':', "`:` and the axis' length")?;
-            let (len, len_at) = self.number_u32()?;
-            if axes.iter().any(|a| a.name == axis) {
-                return Err(self.error(at, Problem::AxisRepeated { axis: axis.into() }));
-            }
-            if len == 0 {
-                return Err(self.error(len_at, Problem::AxisEmpty { axis: axis.into() }));
-            }
-            axes.push(Axis { name: axis.into(), len });
+        let sized = self.take(':');
+        let axes = if sized { self.sized_axes()? } else { self.named_axes()? };
+        let mesh_at = name_at.start..self.at;
+        if axes.len() > MAX_AXES {
+            return Err(self.error(mesh_at, Problem::TooManyAxes { axes: axes.len() }));
         }
-        self.token('}', "`}`")?;
         let devices = axes.iter().try_fold(1u64, |n, a| n.checked_mul(u64::from(a.len)));
         if devices.is_none_or(|n| n > MAX_MESH_LEN) {
             let len = devices.map_or("over 2^64".into(), |n| n.to_string());
-            return Err(self.error(name_at.start..self.at, Problem::MeshTooLarge { len }));
+            return Err(self.error(mesh_at, Problem::MeshTooLarge { len }));
         }
         let mut mesh = Mesh { name: name.into(), axes, ranks: None };
         if self.take('=') {
             mesh.ranks = Some(self.ranks(mesh.len())?);
         }
-        Ok(mesh)
+        Ok((mesh, sized))
+    }
+
+    fn named_axes(&mut self) -> Result<Vec<Axis>, NotationError> {
+        self.token('{', "`{` and the mesh's axes")?;
+        let mut axes: Vec<Axis> = Vec::new();
+        // One axis too many is enough to know; the names are compared pair by pair.
+        while self.peek() != Some('}') && axes.len() <= MAX_AXES {
+            if !axes.is_empty() {
+                self.token(',', "`,` or `}`")?;
+            }
+            let (axis, at) = self.name("an axis name")?;
+            self.token(':', "`:` and the axis' length")?;
+            if axes.iter().any(|a| a.name == axis) {
+                return Err(self.error(at, Problem::AxisRepeated { axis: axis.into() }));
+            }
+            axes.push(Axis { name: axis.into(), len: self.axis_len(axis)? });
+        }
+        if axes.len() <= MAX_AXES {
+            self.token('}', "`}`")?;
+        }
+        Ok(axes)
+    }
+
+    pub(super) fn axis_len(&mut self, axis: &str) -> Result<u32, NotationError> {
+        let (len, at) = self.number_u32()?;
+        match len {
+            0 => Err(self.error(at, Problem::AxisEmpty { axis: axis.into() })),
+            len => Ok(len),
+        }
     }
 
     fn ranks(&mut self, mesh_len: usize) -> Result<Vec<Rank>, NotationError> {
@@ -293,31 +374,42 @@ impl<'a> Cursor<'a> {
         let open = self.at;
         let mut ranks: Vec<Rank> = Vec::new();
         let mut seen = std::collections::BTreeSet::new();
+        let mut listed = 0u64;
         loop {
-            let (first, first_at) = self.number_u32()?;
-            let (last, last_at) = if self.take('-') { self.number_u32()? } else { (first, first_at.clone()) };
-            if last < first {
-                let found = format!("{last} after {first}");
-                let expected = "a range that rises (list falling ranks one by one)";
-                return Err(self.error(first_at.start..last_at.end, Problem::Expected { expected, found }));
-            }
-            // A range that is far too long must not be spelt out first.
-            for rank in (first..=last).take(mesh_len + 1) {
+            let (range, at) = self.rank_range()?;
+            listed += range.len() as u64;
+            // Ranges that are far too long are counted, not spelt out.
+            let fits = if listed <= mesh_len as u64 { range } else { 0..0 };
+            for rank in fits {
                 if !seen.insert(rank) {
-                    return Err(self.error(first_at.start..last_at.end, Problem::RankRepeated { rank }));
+                    return Err(self.error(at, Problem::RankRepeated { rank }));
                 }
                 ranks.push(Rank(rank));
             }
-            if ranks.len() > mesh_len || !self.take(',') {
+            if !self.take(',') {
                 break;
             }
         }
-        if ranks.len() != mesh_len {
-            return Err(
-                self.error(open..self.at, Problem::RanksDiffer { len: mesh_len, listed: ranks.len() })
-            );
+        if listed != mesh_len as u64 {
+            return Err(self.error(open..self.at, Problem::RanksDiffer { len: mesh_len, listed }));
         }
         Ok(ranks)
+    }
+
+    /// `4` or `4-7`. The largest rank leaves room for a count of all ranks.
+    fn rank_range(&mut self) -> Result<(Range<u32>, Range<usize>), NotationError> {
+        let (first, first_at) = self.number_u32()?;
+        let (last, last_at) = if self.take('-') { self.number_u32()? } else { (first, first_at.clone()) };
+        let at = first_at.start..last_at.end;
+        if last < first {
+            let found = format!("{last} after {first}");
+            let expected = "a range that rises (list falling ranks one by one)";
+            return Err(self.error(at, Problem::Expected { expected, found }));
+        }
+        match last.checked_add(1) {
+            Some(end) => Ok((first..end, at)),
+            None => Err(self.error(last_at, Problem::RankTooLarge { rank: last })),
+        }
     }
 
     fn splits(
@@ -337,15 +429,13 @@ impl<'a> Cursor<'a> {
         self.token(')', "`)`")?;
 
         if terms.len() != shape.len() {
-            let problem = Problem::DimsDiffer { dims: shape.len(), splits: terms.len() };
+            let problem = Problem::DimsDiffer { dims: shape.len(), splits: terms.len(), whole: "_" };
             return Err(self.error(open..self.at, problem));
         }
         for (term, &dim_len) in terms.iter().zip(shape) {
             self.check_rule(term, mesh, dim_len)?;
         }
-        let splits: Vec<Split> = terms.into_iter().map(|t| t.split).collect();
-        self.check_axes(mesh, &splits, partial.as_ref(), open)?;
-        Ok((splits, partial))
+        Ok((terms.into_iter().map(|t| t.split).collect(), partial))
     }
 
     fn term(&mut self, mesh: &Mesh) -> Result<Term, NotationError> {
@@ -376,28 +466,41 @@ impl<'a> Cursor<'a> {
         let mut axes = Vec::new();
         loop {
             let (axis, at) = self.name("an axis, or `_` to leave the dim whole")?;
-            let Some(index) = mesh.axis_index(axis) else {
-                let known = mesh.axes.iter().map(|a| a.name.clone()).collect();
-                let problem = Problem::UnknownAxis { mesh: mesh.name.clone(), axis: axis.into(), known };
-                return Err(self.error(at, problem));
-            };
-            if axes.contains(&index) {
-                return Err(self.error(at, Problem::AxisRepeated { axis: axis.into() }));
-            }
-            axes.push(index);
+            self.add_axis(&mut axes, mesh, axis, at)?;
             if !self.take('+') {
                 return Ok(axes);
             }
         }
     }
 
+    /// Adds the axis of this name to a dim's axes.
+    pub(super) fn add_axis(
+        &self,
+        axes: &mut Vec<usize>,
+        mesh: &Mesh,
+        axis: &str,
+        at: Range<usize>,
+    ) -> Result<(), NotationError> {
+        let Some(index) = mesh.axis_index(axis) else {
+            let known = mesh.axes.iter().map(|a| a.name.clone()).collect();
+            let problem = Problem::UnknownAxis { mesh: mesh.name.clone(), axis: axis.into(), known };
+            return Err(self.error(at, problem));
+        };
+        if axes.contains(&index) {
+            return Err(self.error(at, Problem::AxisRepeated { axis: axis.into() }));
+        }
+        axes.push(index);
+        Ok(())
+    }
+
     fn partial(&mut self, mesh: &Mesh) -> Result<Partial, NotationError> {
+        Ok(Partial { op: self.reduction()?, axes: self.axes(mesh)? })
+    }
+
+    pub(super) fn reduction(&mut self) -> Result<ReduceOp, NotationError> {
         let (name, at) = self.name("a reduction")?;
-        let op = ReduceOp::ALL
-            .into_iter()
-            .find(|op| op.name() == name)
-            .ok_or_else(|| self.error(at, Problem::UnknownReduction { name: name.into() }))?;
-        Ok(Partial { op, axes: self.axes(mesh)? })
+        let op = ReduceOp::ALL.into_iter().find(|op| op.name() == name);
+        op.ok_or_else(|| self.error(at, Problem::UnknownReduction { name: name.into() }))
     }
 
     fn check_rule(&self, term: &Term, mesh: &Mesh, dim_len: u64) -> Result<(), NotationError> {
@@ -405,7 +508,7 @@ impl<'a> Cursor<'a> {
         let problem = match &term.split.rule {
             Rule::Chunk => None,
             Rule::Cuts(cuts) if cuts.len() != parts + 1 => {
-                Some(Problem::CutsDiffer { given: cuts.len().max(1), parts })
+                Some(Problem::CutsDiffer { given: cuts.len(), parts })
             }
             Rule::Cuts(cuts) => match cuts.windows(2).find(|w| w[1] < w[0]) {
                 Some(w) => Some(Problem::CutsFall { cut: w[0], next: w[1] }),
@@ -414,6 +517,9 @@ impl<'a> Cursor<'a> {
                 }
                 None => None,
             },
+            Rule::Parts(fused) if fused.len().saturating_mul(parts) > MAX_FUSED_SPANS => {
+                Some(Problem::TooManyParts { fused: fused.len(), parts })
+            }
             Rule::Parts(fused) => {
                 let sum = fused.iter().map(|&p| u128::from(p)).sum::<u128>();
                 (sum != u128::from(dim_len)).then(|| Problem::PartsDiffer { sum: sum.to_string(), dim_len })

@@ -6,7 +6,9 @@
 //!                 \-> bound
 //! ```
 
+mod assign;
 pub mod bound;
+mod demand;
 pub mod doc;
 pub mod lower;
 pub mod pieces;
