@@ -14,8 +14,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail};
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::layout::Layout;
+use crossmesh_core::reshard::doc::PlanDoc;
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
-use crossmesh_core::reshard::{PlanOptions, Problem, Strategy};
+use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy};
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
 
 /// What moves where, and on which hosts.
@@ -180,6 +181,24 @@ pub fn read_text(path: &Path) -> Result<String> {
     String::from_utf8(bytes).map_err(|e| {
         anyhow!("cannot read {name}: it is not text (byte {} is not UTF-8)", e.utf8_error().valid_up_to())
     })
+}
+
+/// A plan document and the plan it says.
+pub struct PlanFile {
+    pub doc: PlanDoc,
+    pub plan: Plan,
+}
+
+/// Reads a plan document; the error names the file.
+pub fn read_plan_doc(path: &Path) -> Result<PlanDoc> {
+    PlanDoc::parse(&read_text(path)?).with_context(|| path.display().to_string())
+}
+
+/// Reads a plan.
+pub fn read_plan(path: &Path) -> Result<PlanFile> {
+    let doc = read_plan_doc(path)?;
+    let plan = doc.to_plan().with_context(|| path.display().to_string())?;
+    Ok(PlanFile { doc, plan })
 }
 
 /// The named pairs of a file.

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use crossmesh_core::program::Program;
+use crossmesh_core::reshard::doc::{Figures, PlanDoc};
 use crossmesh_core::reshard::{Bound, Plan, PlanOptions, Problem, lower, lower_bound, plan};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::trace::Trace;
@@ -20,19 +21,29 @@ impl Prediction {
     /// Plans a problem and predicts the plan.
     pub fn of_problem(problem: &Problem, options: &PlanOptions) -> Result<Self> {
         let bound = lower_bound(problem)?;
-        Ok(Self::with_bound(plan(problem, options)?, bound))
+        Self::with_bound(plan(problem, options)?, bound)
     }
 
     /// Predicts a plan that is already there.
     pub fn of_plan(plan: Plan) -> Result<Self> {
         let bound = lower_bound(&plan.problem).context("no lower bound")?;
-        Ok(Self::with_bound(plan, bound))
+        Self::with_bound(plan, bound)
     }
 
-    pub fn with_bound(plan: Plan, bound: Bound) -> Self {
+    pub fn with_bound(plan: Plan, bound: Bound) -> Result<Self> {
         let program = lower(&plan);
-        let trace = simulate(&program, &plan.problem.cluster);
-        Self { plan, program, trace, bound }
+        let trace = simulate(&program, &plan.problem.cluster).context("the plan cannot be simulated")?;
+        Ok(Self { plan, program, trace, bound })
+    }
+
+    /// The plan document, as text.
+    pub fn document(&self) -> String {
+        let figures = Figures {
+            lower_bound_s: self.bound.seconds,
+            predicted_s: self.seconds(),
+            peak_extra_bytes: self.peak_extra_bytes(),
+        };
+        PlanDoc::new(&self.plan, figures).to_json()
     }
 
     pub fn seconds(&self) -> f64 {

@@ -170,10 +170,10 @@ fn predict_case(suite: &Suite, case: &Case, seed: u64, progress: &Progress) -> R
 
 fn predict_strategy(problem: &Problem, bound: &Bound, case: &Case, strategy: Strategy, seed: u64) -> StrategyResult {
     let options = PlanOptions { strategy, seed, ..PlanOptions::default() };
-    let planned = plan(problem, &options).map(|plan| Prediction::with_bound(plan, bound.clone()));
-    let (prediction, why_not) = match planned {
+    let planned = plan(problem, &options).map_err(anyhow::Error::from);
+    let (prediction, why_not) = match planned.and_then(|plan| Prediction::with_bound(plan, bound.clone())) {
         Ok(prediction) => (Some(prediction), None),
-        Err(error) => (None, Some(error.to_string())),
+        Err(error) => (None, Some(format!("{error:#}"))),
     };
     let bytes: u64 = problem.reshards.iter().map(|r| r.src.layout.bytes()).sum();
     let t = problem.cluster.hosts.first().map(|host| bytes as f64 / host.nic_out_bytes_per_s);

@@ -5,12 +5,14 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use crossmesh_core::reshard::Plan;
+use crossmesh_core::id::TransferId;
+use crossmesh_core::region::Region;
+use crossmesh_core::reshard::{Plan, Transfer};
 use crossmesh_core::units::{Bytes, Seconds};
 use serde::Serialize;
 
 use crate::Answer;
-use crate::input::{PlanFile, read_plan_file};
+use crate::input::{PlanFile, read_plan};
 use crate::output::{self, Format, Table, count};
 use crate::summary;
 
@@ -62,7 +64,7 @@ struct TrafficChange {
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
-    let (a, b) = (read_plan_file(&args.a)?, read_plan_file(&args.b)?);
+    let (a, b) = (read_plan(&args.a)?, read_plan(&args.b)?);
     let difference = compare(&a, &b);
     match args.format {
         Format::Text => output::print(&render(&difference))?,
@@ -72,7 +74,7 @@ pub fn run(args: &Args) -> Result<Answer> {
 }
 
 fn compare(a: &PlanFile, b: &PlanFile) -> Difference {
-    let changed: Vec<Change> = properties(a)
+    let mut changed: Vec<Change> = properties(a)
         .into_iter()
         .zip(properties(b))
         .filter(|((_, a), (_, b))| a != b)
@@ -80,12 +82,22 @@ fn compare(a: &PlanFile, b: &PlanFile) -> Difference {
         .collect();
     let traffic = traffic_changes(&a.plan, &b.plan);
     let (removed, added) = transfer_changes(&a.plan, &b.plan);
+    if removed.is_empty() && added.is_empty() && order(&a.plan) != order(&b.plan) {
+        let first = order(&a.plan).iter().zip(order(&b.plan)).position(|(a, b)| *a != b).unwrap_or(0);
+        changed.push(Change { what: "order", a: String::new(), b: format!("differs from t{first} on") });
+    }
     let same = changed.is_empty() && traffic.is_empty() && removed.is_empty() && added.is_empty();
     Difference { schema: "crossmesh.diff/1", same, changed, traffic, removed, added }
 }
 
+/// Everything about the order of a plan's transfers.
+fn order(plan: &Plan) -> Vec<(u32, u32, u32, &Region, u64, &[TransferId])> {
+    let key = |t: &Transfer| (t.tensor, t.src.0, t.dst.0, plan.region(t), t.weight, plan.after(t));
+    plan.transfers().iter().map(key).collect()
+}
+
 fn properties(file: &PlanFile) -> Vec<(&'static str, String)> {
-    let plan = &file.plan;
+    let (plan, doc) = (&file.plan, &file.doc);
     let layouts = |side: fn(&crossmesh_core::reshard::Reshard) -> String| match plan.problem.reshards.as_slice() {
         [one] => side(one),
         many => format!("{} ({})", count(many.len(), "tensor"), many.iter().map(side).collect::<Vec<_>>().join("; ")),
@@ -98,9 +110,9 @@ fn properties(file: &PlanFile) -> Vec<(&'static str, String)> {
         ("chunk", Bytes(plan.chunk_bytes).to_string()),
         ("transfers", plan.transfers().len().to_string()),
         ("bytes moved", Bytes(plan.bytes_moved()).to_string()),
-        ("lower bound", Seconds(file.lower_bound_s).to_string()),
-        ("predicted", Seconds(file.predicted_s).to_string()),
-        ("peak extra", Bytes(file.peak_extra_bytes).to_string()),
+        ("lower bound", Seconds(doc.lower_bound_s).to_string()),
+        ("predicted", Seconds(doc.predicted_s).to_string()),
+        ("peak extra", Bytes(doc.peak_extra_bytes).to_string()),
     ]
 }
 

@@ -42,7 +42,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     }
     match args.format {
         Format::Text => output::print(&render(&prediction))?,
-        Format::Json => output::print(&prediction.document()?)?,
+        Format::Json => output::print(&prediction.document())?,
     }
     Ok(Answer::Yes)
 }

@@ -28,7 +28,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<Answer> {
     let problem = args.problem.problem()?;
     let prediction = Prediction::of_problem(&problem, &args.plan.options()?)?;
-    let document = prediction.document()?;
+    let document = prediction.document();
     if args.output.as_os_str() == "-" {
         output::print(&document)?;
         return Ok(Answer::Yes);

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::Answer;
 use crate::chrome;
-use crate::input::{HostArgs, read_plan};
+use crate::input::{HostArgs, PlanFile, read_plan};
 use crate::output::{self, Format, Table, count};
 use crate::predict::Prediction;
 use crate::summary;
@@ -59,7 +59,7 @@ struct LinkReport {
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
-    let mut plan = read_plan(&args.plan)?;
+    let PlanFile { mut plan, .. } = read_plan(&args.plan)?;
     if let Err(violation) = crossmesh_core::verify::verify(&plan) {
         bail!("{}: the plan is wrong, and cannot be simulated: {violation}", args.plan.display());
     }

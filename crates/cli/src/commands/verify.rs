@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use crossmesh_core::reshard::doc::PlanDoc;
 use crossmesh_core::units::Bytes;
 use serde::Serialize;
 
 use crate::Answer;
-use crate::input::read_plan;
+use crate::input::read_plan_doc;
 use crate::output::{self, Format, count};
 
 /// Check that a plan delivers every element exactly once, in an order that cannot get stuck.
@@ -31,27 +32,47 @@ pub struct Args {
 struct Verdict {
     schema: &'static str,
     ok: bool,
-    /// The first law that is broken, with rank, region and transfer.
-    violation: Option<String>,
+    violation: Option<Violation>,
+}
+
+/// The first law that is broken, with rank, region and transfer.
+#[derive(Debug, Serialize)]
+struct Violation {
+    law: &'static str,
+    message: String,
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
-    let plan = read_plan(&args.plan)?;
-    let violation = crossmesh_core::verify::verify(&plan).err().map(|e| e.to_string());
-    let ok = violation.is_none();
-    match (args.format, violation) {
-        (Format::Json, violation) => {
-            output::print_json(&Verdict { schema: "crossmesh.verdict/1", ok, violation })?;
+    let name = args.plan.display().to_string();
+    let doc = read_plan_doc(&args.plan)?;
+    let checked = check(&doc).context(name.clone())?;
+    let ok = checked.is_ok();
+    match args.format {
+        Format::Json => {
+            output::print_json(&Verdict { schema: "crossmesh.verdict/1", ok, violation: checked.err() })?;
         }
-        (Format::Text, Some(violation)) => output::print(&format!("{}: {violation}\n", args.plan.display()))?,
-        (Format::Text, None) => {
-            let transfers = count(plan.transfers().len(), "transfer");
-            let moved = Bytes(plan.bytes_moved());
-            output::print(&format!(
-                "{}: ok: {moved} in {transfers}, every element arrives exactly once\n",
-                args.plan.display()
-            ))?;
+        Format::Text => {
+            output::print(&format!("{name}: {}\n", checked.unwrap_or_else(|v| format!("{}: {}", v.law, v.message))))?;
         }
     }
     Ok(if ok { Answer::Yes } else { Answer::No })
+}
+
+/// A line of praise, or the first law that is broken. An error where the document says no plan at all.
+fn check(doc: &PlanDoc) -> Result<Result<String, Violation>> {
+    let plan = match doc.to_plan() {
+        Ok(plan) => plan,
+        Err(error) => match error.law() {
+            Some(law) => return Ok(Err(Violation { law, message: error.to_string() })),
+            None => return Err(error.into()),
+        },
+    };
+    Ok(match crossmesh_core::verify::verify(&plan) {
+        Err(error) => Err(Violation { law: error.law(), message: error.to_string() }),
+        Ok(_) => Ok(format!(
+            "ok: {} in {}, every element arrives exactly once",
+            Bytes(plan.bytes_moved()),
+            count(plan.transfers().len(), "transfer")
+        )),
+    })
 }
