@@ -52,7 +52,7 @@ impl Sketch {
             let end = ranks[src as usize].deps.len() as u32;
             ranks[src as usize].ops[send as usize].deps = start..end;
         }
-        Program { chunk_bytes, ranks }
+        Program { chunk_bytes, ranks, ..Program::default() }
     }
 
     fn seconds(&self, cluster: &Cluster, chunk_bytes: u64) -> f64 {
