@@ -1,1 +1,0 @@
-//! The plan document, `crossmesh.plan/1`.
