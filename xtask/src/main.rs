@@ -63,13 +63,18 @@ fn lint() -> Result<()> {
     if installed("clippy") {
         cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
     }
-    cargo_with(&["doc", "--workspace", "--no-deps", "--document-private-items"], &[("RUSTDOCFLAGS", "-D warnings")])
+    cargo_with(
+        &["doc", "--workspace", "--no-deps", "--document-private-items"],
+        &[("RUSTDOCFLAGS", "-D warnings")],
+    )
 }
 
 /// Whether a cargo subcommand is there; says so loudly when it is not.
 fn installed(subcommand: &str) -> bool {
-    let found =
-        Command::new(cargo_path()).args([subcommand, "--version"]).output().is_ok_and(|out| out.status.success());
+    let found = Command::new(cargo_path())
+        .args([subcommand, "--version"])
+        .output()
+        .is_ok_and(|out| out.status.success());
     if !found {
         eprintln!("==\n== SKIPPED: cargo {subcommand} is not installed; this check did not run\n==");
     }

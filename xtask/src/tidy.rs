@@ -80,7 +80,8 @@ fn too_long(file: &File) -> Option<String> {
 fn machine_paths(file: &File) -> Option<String> {
     // Written in two halves, so that this file is in order too.
     let words = [concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/")];
-    let (number, line) = file.text.lines().enumerate().find(|(_, line)| words.iter().any(|w| line.contains(w)))?;
+    let (number, line) =
+        file.text.lines().enumerate().find(|(_, line)| words.iter().any(|w| line.contains(w)))?;
     Some(format!("line {} names a path of one machine: {}", number + 1, line.trim()))
 }
 
@@ -93,7 +94,8 @@ fn loose_dependencies(file: &File) -> Option<String> {
     for line in file.text.lines().map(str::trim) {
         if line.starts_with('[') {
             in_dependencies = line.ends_with("dependencies]");
-        } else if in_dependencies && !line.is_empty() && !line.starts_with('#') && !line.contains("workspace") {
+        } else if in_dependencies && !line.is_empty() && !line.starts_with('#') && !line.contains("workspace")
+        {
             return Some(format!("dependency `{line}` is not taken from [workspace.dependencies]"));
         }
     }

@@ -45,12 +45,9 @@ fn sends(prediction: &Prediction, rank: Rank, events: &mut Vec<Value>) {
         let OpKind::Send { to, tag, .. } = op.kind else { continue };
         let region = prediction.plan.regions()[op.region.index()].to_string();
         let name = format!("{rank} -> {to}");
-        let common = |ph: &str, seconds: f64| {
-            json!({ "ph": ph, "cat": "send", "name": name, "id": tag, "pid": pid, "tid": rank.0, "ts": micros(seconds) })
-        };
+        let common = |ph: &str, seconds: f64| json!({ "ph": ph, "cat": "send", "name": name, "id": tag, "pid": pid, "tid": rank.0, "ts": micros(seconds) });
         let mut begin = common("b", span.start_s);
-        begin["args"] =
-            json!({ "transfer": tag, "bytes": op.bytes, "box": region, "tensor": problem.reshards[op.tensor as usize].name });
+        begin["args"] = json!({ "transfer": tag, "bytes": op.bytes, "box": region, "tensor": problem.reshards[op.tensor as usize].name });
         events.push(begin);
         events.push(common("e", span.end_s));
     }

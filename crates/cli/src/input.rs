@@ -250,6 +250,8 @@ mod tests {
     fn a_bad_pair_names_its_line() {
         let message = |text| format!("{:#}", parse_pairs(text).unwrap_err());
         assert!(message("\nf32[8]@A{tp:2}(tp)\n").starts_with("line 2: no `->`"));
-        assert!(message("f32[8]@A{tp:2}(dp) -> f32[8]@B{tp:2}(_)").contains("line 1: mesh `A` has no axis `dp`"));
+        assert!(
+            message("f32[8]@A{tp:2}(dp) -> f32[8]@B{tp:2}(_)").contains("line 1: mesh `A` has no axis `dp`")
+        );
     }
 }

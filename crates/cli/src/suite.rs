@@ -157,9 +157,11 @@ impl Case {
     fn pairs(&self) -> Result<Vec<(String, Layout, Layout)>> {
         match (&self.src, &self.dst, self.tensors.as_slice()) {
             (Some(src), Some(dst), []) => Ok(vec![(String::new(), parse_layout(src)?, parse_layout(dst)?)]),
-            (None, None, [_, ..]) => {
-                self.tensors.iter().map(|t| Ok((t.name.clone(), parse_layout(&t.src)?, parse_layout(&t.dst)?))).collect()
-            }
+            (None, None, [_, ..]) => self
+                .tensors
+                .iter()
+                .map(|t| Ok((t.name.clone(), parse_layout(&t.src)?, parse_layout(&t.dst)?)))
+                .collect(),
             _ => bail!("it needs either `src` and `dst`, or `tensors`"),
         }
     }

@@ -168,7 +168,13 @@ fn predict_case(suite: &Suite, case: &Case, seed: u64, progress: &Progress) -> R
     })
 }
 
-fn predict_strategy(problem: &Problem, bound: &Bound, case: &Case, strategy: Strategy, seed: u64) -> StrategyResult {
+fn predict_strategy(
+    problem: &Problem,
+    bound: &Bound,
+    case: &Case,
+    strategy: Strategy,
+    seed: u64,
+) -> StrategyResult {
     let options = PlanOptions { strategy, seed, ..PlanOptions::default() };
     let planned = plan(problem, &options).map_err(anyhow::Error::from);
     let (prediction, why_not) = match planned.and_then(|plan| Prediction::with_bound(plan, bound.clone())) {

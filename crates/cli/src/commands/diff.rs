@@ -5,8 +5,6 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use crossmesh_core::id::TransferId;
-use crossmesh_core::region::Region;
 use crossmesh_core::reshard::{Plan, Transfer};
 use crossmesh_core::units::{Bytes, Seconds};
 use serde::Serialize;
@@ -82,26 +80,37 @@ fn compare(a: &PlanFile, b: &PlanFile) -> Difference {
         .collect();
     let traffic = traffic_changes(&a.plan, &b.plan);
     let (removed, added) = transfer_changes(&a.plan, &b.plan);
-    if removed.is_empty() && added.is_empty() && order(&a.plan) != order(&b.plan) {
-        let first = order(&a.plan).iter().zip(order(&b.plan)).position(|(a, b)| *a != b).unwrap_or(0);
-        changed.push(Change { what: "order", a: String::new(), b: format!("differs from t{first} on") });
+    if removed.is_empty() && added.is_empty() {
+        let first = first_out_of_order(&a.plan, &b.plan);
+        let order =
+            |first| Change { what: "order", a: String::new(), b: format!("differs from t{first} on") };
+        changed.extend(first.map(order));
     }
     let same = changed.is_empty() && traffic.is_empty() && removed.is_empty() && added.is_empty();
     Difference { schema: "crossmesh.diff/1", same, changed, traffic, removed, added }
 }
 
-/// Everything about the order of a plan's transfers.
-fn order(plan: &Plan) -> Vec<(u32, u32, u32, &Region, u64, &[TransferId])> {
-    let key = |t: &Transfer| (t.tensor, t.src.0, t.dst.0, plan.region(t), t.weight, plan.after(t));
-    plan.transfers().iter().map(key).collect()
+/// The first place where two plans with the same transfers put them, or order them, differently.
+fn first_out_of_order(a: &Plan, b: &Plan) -> Option<usize> {
+    let same = |(x, y): (&Transfer, &Transfer)| {
+        (x.tensor, x.src, x.dst, x.weight, x.reduce) == (y.tensor, y.src, y.dst, y.weight, y.reduce)
+            && a.region(x) == b.region(y)
+            && a.after(x) == b.after(y)
+    };
+    a.transfers().iter().zip(b.transfers()).position(|pair| !same(pair))
 }
 
 fn properties(file: &PlanFile) -> Vec<(&'static str, String)> {
     let (plan, doc) = (&file.plan, &file.doc);
-    let layouts = |side: fn(&crossmesh_core::reshard::Reshard) -> String| match plan.problem.reshards.as_slice() {
-        [one] => side(one),
-        many => format!("{} ({})", count(many.len(), "tensor"), many.iter().map(side).collect::<Vec<_>>().join("; ")),
-    };
+    let layouts =
+        |side: fn(&crossmesh_core::reshard::Reshard) -> String| match plan.problem.reshards.as_slice() {
+            [one] => side(one),
+            many => format!(
+                "{} ({})",
+                count(many.len(), "tensor"),
+                many.iter().map(side).collect::<Vec<_>>().join("; ")
+            ),
+        };
     vec![
         ("source", layouts(|r| r.src.layout.to_string())),
         ("destination", layouts(|r| r.dst.layout.to_string())),

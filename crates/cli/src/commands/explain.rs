@@ -164,6 +164,11 @@ fn figures(prediction: &Prediction) -> String {
     let reason = &prediction.bound.reason;
     let colon = if reason.is_empty() { "" } else { ": " };
     let _ = writeln!(text, "lower bound        {}{colon}{reason}", Seconds(prediction.bound.seconds));
-    let _ = writeln!(text, "predicted          {}, {:.3} × the bound", Seconds(prediction.seconds()), prediction.ratio());
+    let _ = writeln!(
+        text,
+        "predicted          {}, {:.3} × the bound",
+        Seconds(prediction.seconds()),
+        prediction.ratio()
+    );
     text
 }

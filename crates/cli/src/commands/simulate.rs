@@ -13,7 +13,7 @@ use crate::Answer;
 use crate::chrome;
 use crate::input::{HostArgs, PlanFile, read_plan};
 use crate::output::{self, Format, Table, count};
-use crate::predict::Prediction;
+use crate::predict::{Prediction, verify};
 use crate::summary;
 
 /// Predict how long a plan takes, on its own cluster or another.
@@ -60,8 +60,8 @@ struct LinkReport {
 
 pub fn run(args: &Args) -> Result<Answer> {
     let PlanFile { mut plan, .. } = read_plan(&args.plan)?;
-    if let Err(violation) = crossmesh_core::verify::verify(&plan) {
-        bail!("{}: the plan is wrong, and cannot be simulated: {violation}", args.plan.display());
+    if let Err(violation) = verify(&plan) {
+        bail!("{}: the plan breaks a law: {}: {}", args.plan.display(), violation.law, violation.message);
     }
     let mut cluster = match args.hosts.described()? {
         Some(cluster) => cluster,
@@ -130,7 +130,12 @@ fn simulation(prediction: &Prediction) -> Simulation {
         peak_extra_bytes: prediction.peak_extra_bytes(),
         links: links
             .iter()
-            .map(|l| LinkReport { link: name(l.link), bytes: l.bytes, bytes_per_s: l.bytes_per_s, busy_s: l.busy_s() })
+            .map(|l| LinkReport {
+                link: name(l.link),
+                bytes: l.bytes,
+                bytes_per_s: l.bytes_per_s,
+                busy_s: l.busy_s(),
+            })
             .collect(),
     }
 }

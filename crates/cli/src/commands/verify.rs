@@ -10,6 +10,7 @@ use serde::Serialize;
 use crate::Answer;
 use crate::input::read_plan_doc;
 use crate::output::{self, Format, count};
+use crate::predict::{Violation, verify};
 
 /// Check that a plan delivers every element exactly once, in an order that cannot get stuck.
 #[derive(Debug, clap::Args)]
@@ -35,13 +36,6 @@ struct Verdict {
     violation: Option<Violation>,
 }
 
-/// The first law that is broken, with rank, region and transfer.
-#[derive(Debug, Serialize)]
-struct Violation {
-    law: &'static str,
-    message: String,
-}
-
 pub fn run(args: &Args) -> Result<Answer> {
     let name = args.plan.display().to_string();
     let doc = read_plan_doc(&args.plan)?;
@@ -52,7 +46,10 @@ pub fn run(args: &Args) -> Result<Answer> {
             output::print_json(&Verdict { schema: "crossmesh.verdict/1", ok, violation: checked.err() })?;
         }
         Format::Text => {
-            output::print(&format!("{name}: {}\n", checked.unwrap_or_else(|v| format!("{}: {}", v.law, v.message))))?;
+            output::print(&format!(
+                "{name}: {}\n",
+                checked.unwrap_or_else(|v| format!("{}: {}", v.law, v.message))
+            ))?;
         }
     }
     Ok(if ok { Answer::Yes } else { Answer::No })
@@ -67,12 +64,9 @@ fn check(doc: &PlanDoc) -> Result<Result<String, Violation>> {
             None => return Err(error.into()),
         },
     };
-    Ok(match crossmesh_core::verify::verify(&plan) {
-        Err(error) => Err(Violation { law: error.law(), message: error.to_string() }),
-        Ok(_) => Ok(format!(
-            "ok: {} in {}, every element arrives exactly once",
-            Bytes(plan.bytes_moved()),
-            count(plan.transfers().len(), "transfer")
-        )),
-    })
+    let praise = || {
+        let transfers = count(plan.transfers().len(), "transfer");
+        format!("ok: {} in {transfers}, every element arrives exactly once", Bytes(plan.bytes_moved()))
+    };
+    Ok(verify(&plan).map(|()| praise()))
 }

@@ -43,7 +43,11 @@ fn figures(results: &Results) -> String {
     let mut cards = card(&results.cases.len().to_string(), "cases", "");
     if let Some(worst) = &results.worst_flow {
         let near = if worst.over_bound <= 1.02 { "good" } else { "" };
-        cards += &card(&format!("{:.3} ×", worst.over_bound), &format!("of the bound: flow's worst, {}", worst.case), near);
+        cards += &card(
+            &format!("{:.3} ×", worst.over_bound),
+            &format!("of the bound: flow's worst, {}", worst.case),
+            near,
+        );
     }
     if let Some((name, over)) = furthest(results) {
         cards += &card(&format!("{over:.1} ×"), &format!("of the bound: the furthest, {name}"), "");
@@ -54,13 +58,16 @@ fn figures(results: &Results) -> String {
 /// The strategy and case furthest from the bound.
 fn furthest(results: &Results) -> Option<(String, f64)> {
     let all = results.cases.iter().flat_map(|case| {
-        case.strategies.iter().filter_map(move |s| Some((format!("{} in {}", s.strategy, case.name), s.over_bound?)))
+        case.strategies
+            .iter()
+            .filter_map(move |s| Some((format!("{} in {}", s.strategy, case.name), s.over_bound?)))
     });
     all.max_by(|a, b| a.1.total_cmp(&b.1))
 }
 
 fn table(results: &Results) -> String {
-    let mut html = String::from("<table>\n<tr><th>case</th><th class=\"num\">bytes</th><th class=\"num\">bound</th>");
+    let mut html =
+        String::from("<table>\n<tr><th>case</th><th class=\"num\">bytes</th><th class=\"num\">bound</th>");
     for s in results.cases.first().map_or(&[][..], |c| &c.strategies) {
         let _ = write!(html, "<th class=\"num\">{}</th>", s.strategy.replace("broadcast:", "bc:"));
     }
@@ -105,7 +112,12 @@ fn bars(case: &CaseResult) -> String {
     for (i, s) in case.strategies.iter().enumerate() {
         let y = top + BAR * i as f64;
         let text_y = y + BAR - 5.0;
-        let _ = writeln!(svg, "<text x=\"{}\" y=\"{text_y}\" text-anchor=\"end\">{}</text>", LEFT - 8.0, s.strategy);
+        let _ = writeln!(
+            svg,
+            "<text x=\"{}\" y=\"{text_y}\" text-anchor=\"end\">{}</text>",
+            LEFT - 8.0,
+            s.strategy
+        );
         let Some(over) = s.over_bound else {
             let _ = writeln!(svg, "<text class=\"soft\" x=\"{}\" y=\"{text_y}\">no plan</text>", LEFT + 4.0);
             continue;
@@ -119,9 +131,14 @@ fn bars(case: &CaseResult) -> String {
             BAR - 4.0
         );
         if over > reach {
-            let _ = writeln!(svg, "<path class=\"clip\" d=\"M{:.1} {y}l-5 {BAR}m4 0l5 -{BAR}\"/>", x(over) - 12.0);
+            let _ = writeln!(
+                svg,
+                "<path class=\"clip\" d=\"M{:.1} {y}l-5 {BAR}m4 0l5 -{BAR}\"/>",
+                x(over) - 12.0
+            );
         }
-        let _ = writeln!(svg, "<text class=\"soft\" x=\"{:.1}\" y=\"{text_y}\">×{over:.2}</text>", x(over) + 6.0);
+        let _ =
+            writeln!(svg, "<text class=\"soft\" x=\"{:.1}\" y=\"{text_y}\">×{over:.2}</text>", x(over) + 6.0);
     }
     let (x1, bottom) = (x(1.0), height - 2.0);
     let _ = writeln!(
@@ -132,5 +149,8 @@ fn bars(case: &CaseResult) -> String {
         Seconds(case.lower_bound_s)
     );
     let what = format!("{}, {}", Bytes(case.bytes), count(case.hosts, "host"));
-    format!("<div class=\"panel\"><h3>{} <span class=\"over\">{what}</span></h3>\n{svg}</div>\n", escape(&case.name))
+    format!(
+        "<div class=\"panel\"><h3>{} <span class=\"over\">{what}</span></h3>\n{svg}</div>\n",
+        escape(&case.name)
+    )
 }

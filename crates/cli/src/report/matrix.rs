@@ -61,7 +61,8 @@ pub fn render(traffic: &BTreeMap<(HostId, HostId), Traffic>) -> String {
     let columns = Side::new(traffic.keys().map(|k| k.1).collect());
     let mut cells: BTreeMap<(usize, usize), (Traffic, bool)> = BTreeMap::new();
     for ((from, to), t) in traffic {
-        let (cell, local) = cells.entry((rows.index(*from), columns.index(*to))).or_insert((Traffic::default(), true));
+        let (cell, local) =
+            cells.entry((rows.index(*from), columns.index(*to))).or_insert((Traffic::default(), true));
         cell.bytes += t.bytes;
         cell.transfers += t.transfers;
         *local &= from == to;
@@ -79,12 +80,22 @@ pub fn render(traffic: &BTreeMap<(HostId, HostId), Traffic>) -> String {
     for c in 0..columns.len() {
         let x = left + w * (c as f64 + 0.5);
         if labelled || c % 4 == 0 {
-            let _ = writeln!(svg, "<text x=\"{x}\" y=\"{}\" text-anchor=\"middle\">{}</text>", top - 8.0, columns.name(c));
+            let _ = writeln!(
+                svg,
+                "<text x=\"{x}\" y=\"{}\" text-anchor=\"middle\">{}</text>",
+                top - 8.0,
+                columns.name(c)
+            );
         }
     }
     for r in 0..rows.len() {
         let y = top + h * (r as f64 + 0.5) + 4.0;
-        let _ = writeln!(svg, "<text x=\"{}\" y=\"{y}\" text-anchor=\"end\">{}</text>", left - 10.0, rows.name(r));
+        let _ = writeln!(
+            svg,
+            "<text x=\"{}\" y=\"{y}\" text-anchor=\"end\">{}</text>",
+            left - 10.0,
+            rows.name(r)
+        );
         for c in 0..columns.len() {
             let (x, y) = (left + w * c as f64, top + h * r as f64);
             let _ = writeln!(
@@ -143,14 +154,25 @@ fn totals(
     let mut svg = format!("<text class=\"soft\" x=\"{right}\" y=\"{}\">sent over NICs</text>\n", top - 8.0);
     for r in 0..rows.len() {
         let y = top + h * (r as f64 + 0.5) + 4.0;
-        let _ = writeln!(svg, "<text class=\"soft\" x=\"{right}\" y=\"{y}\">{}</text>", Bytes(sum(&|row, _| row == r)));
+        let _ = writeln!(
+            svg,
+            "<text class=\"soft\" x=\"{right}\" y=\"{y}\">{}</text>",
+            Bytes(sum(&|row, _| row == r))
+        );
     }
     if labelled {
-        let _ = writeln!(svg, "<text class=\"soft\" x=\"{}\" y=\"{below}\" text-anchor=\"end\">received</text>", left - 10.0);
+        let _ = writeln!(
+            svg,
+            "<text class=\"soft\" x=\"{}\" y=\"{below}\" text-anchor=\"end\">received</text>",
+            left - 10.0
+        );
         for c in 0..columns.len() {
             let x = left + w * (c as f64 + 0.5);
             let bytes = Bytes(sum(&|_, column| column == c));
-            let _ = writeln!(svg, "<text class=\"soft\" x=\"{x}\" y=\"{below}\" text-anchor=\"middle\">{bytes}</text>");
+            let _ = writeln!(
+                svg,
+                "<text class=\"soft\" x=\"{x}\" y=\"{below}\" text-anchor=\"middle\">{bytes}</text>"
+            );
         }
     }
     svg
@@ -167,7 +189,10 @@ mod tests {
     #[test]
     fn a_cell_a_pair_with_its_bytes() {
         let svg = render(&traffic(&[(0, 2, 1024), (1, 2, 2048), (2, 2, 10)]));
-        assert!(svg.contains("<title>h0 to h2: 1 KiB in 1 transfers</title>") || svg.contains("h0 to h2: 1.00 KiB"));
+        assert!(
+            svg.contains("<title>h0 to h2: 1 KiB in 1 transfers</title>")
+                || svg.contains("h0 to h2: 1.00 KiB")
+        );
         assert_eq!(svg.matches("class=\"out\"").count(), 2);
         assert_eq!(svg.matches("class=\"local\"").count(), 1);
     }

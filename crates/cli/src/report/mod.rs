@@ -60,8 +60,7 @@ pub fn escape(text: &str) -> String {
 
 /// The command that was typed, quoted for a shell, and the version that ran.
 pub fn provenance() -> Vec<String> {
-    let words: Vec<String> =
-        std::env::args_os().skip(1).map(|w| shell_quote(&w.to_string_lossy())).collect();
+    let words: Vec<String> = std::env::args_os().skip(1).map(|w| shell_quote(&w.to_string_lossy())).collect();
     vec![format!("crossmesh {}", words.join(" ")), format!("crossmesh {}", env!("CARGO_PKG_VERSION"))]
 }
 

@@ -50,7 +50,13 @@ fn subtitle(plan: &Plan) -> String {
     let mut lines: Vec<String> = reshards
         .iter()
         .take(SHOWN)
-        .map(|r| format!("<code>{}</code> → <code>{}</code>", escape(&r.src.layout.to_string()), escape(&r.dst.layout.to_string())))
+        .map(|r| {
+            format!(
+                "<code>{}</code> → <code>{}</code>",
+                escape(&r.src.layout.to_string()),
+                escape(&r.dst.layout.to_string())
+            )
+        })
         .collect();
     if reshards.len() > SHOWN {
         lines.push(format!("and {} more", count(reshards.len() - SHOWN, "tensor")));
@@ -79,7 +85,11 @@ fn figures(prediction: &Prediction) -> String {
         card(&Seconds(prediction.seconds()).to_string(), "predicted", ""),
         card(&Seconds(prediction.bound.seconds).to_string(), "lower bound", "bound"),
         card(&format!("{ratio:.3} ×"), "of the bound", near),
-        card(&Bytes(plan.bytes_moved()).to_string(), &format!("in {}", count(plan.transfers().len(), "transfer")), ""),
+        card(
+            &Bytes(plan.bytes_moved()).to_string(),
+            &format!("in {}", count(plan.transfers().len(), "transfer")),
+            "",
+        ),
         card(&Bytes(prediction.peak_extra_bytes()).to_string(), "peak extra memory a device", ""),
         card(&plan.strategy, &summary::place(&plan.problem), ""),
     ];
@@ -89,7 +99,8 @@ fn figures(prediction: &Prediction) -> String {
 fn why(prediction: &Prediction) -> String {
     let mut text = String::new();
     if !prediction.bound.reason.is_empty() {
-        let _ = writeln!(text, "<p class=\"note\">No plan is faster: {}.</p>", escape(&prediction.bound.reason));
+        let _ =
+            writeln!(text, "<p class=\"note\">No plan is faster: {}.</p>", escape(&prediction.bound.reason));
     }
     if !prediction.plan.reasons.is_empty() {
         text += "<h2>Why this plan</h2>\n<ul class=\"why\">\n";

@@ -69,9 +69,13 @@ pub fn render(prediction: &Prediction) -> String {
     );
     for tick in ticks(span, 8) {
         let (x, label) = (x(tick), if tick == 0.0 { "0".to_string() } else { Seconds(tick).to_string() });
-        let _ = writeln!(svg, "<line class=\"grid\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{TOP}\" y2=\"{bottom}\"/>");
+        let _ =
+            writeln!(svg, "<line class=\"grid\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{TOP}\" y2=\"{bottom}\"/>");
         let y = bottom + 18.0;
-        let _ = writeln!(svg, "<text class=\"soft\" x=\"{x:.1}\" y=\"{y}\" text-anchor=\"middle\">{label}</text>");
+        let _ = writeln!(
+            svg,
+            "<text class=\"soft\" x=\"{x:.1}\" y=\"{y}\" text-anchor=\"middle\">{label}</text>"
+        );
     }
     for (i, link) in rows.iter().enumerate() {
         svg += &row(prediction, link, TOP + ROW * i as f64, &x);
@@ -149,7 +153,11 @@ mod tests {
     fn averaging_keeps_the_area() {
         let n = 5000;
         let busy: Vec<Busy> = (0..n)
-            .map(|i| Busy { start_s: i as f64, end_s: i as f64 + 0.5, share: if i % 3 == 0 { 1.0 } else { 0.25 } })
+            .map(|i| Busy {
+                start_s: i as f64,
+                end_s: i as f64 + 0.5,
+                share: if i % 3 == 0 { 1.0 } else { 0.25 },
+            })
             .collect();
         let area = |busy: &[Busy]| busy.iter().map(|b| (b.end_s - b.start_s) * b.share).sum::<f64>();
         let coarse = resampled(&busy, n as f64);
@@ -161,7 +169,8 @@ mod tests {
     #[test]
     fn a_nics_directions_stand_together() {
         use crossmesh_core::id::PortId;
-        let mut links = [Link::GroupOut(0, 0), Link::NicIn(PortId(0)), Link::NicOut(PortId(1)), Link::NicOut(PortId(0))];
+        let mut links =
+            [Link::GroupOut(0, 0), Link::NicIn(PortId(0)), Link::NicOut(PortId(1)), Link::NicOut(PortId(0))];
         links.sort_by_key(|l| order(*l));
         assert_eq!(links[..2], [Link::NicOut(PortId(0)), Link::NicIn(PortId(0))]);
         assert_eq!(links[3], Link::GroupOut(0, 0));
