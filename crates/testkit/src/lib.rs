@@ -1,1 +1,3 @@
 //! Helps tests: random problems, brute-force oracles, mutated plans.
+
+pub mod arb;

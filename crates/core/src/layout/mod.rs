@@ -121,14 +121,20 @@ impl Layout {
 
     /// The spans of every part of a dim, without the empty ones. One span a part, but for fused parts.
     pub fn part_spans(&self, dim: usize) -> Vec<Vec<Span>> {
-        let axis_lens: Vec<u32> = self.splits[dim].axes.iter().map(|&a| self.mesh.axes[a].len).collect();
-        self.splits[dim].rule.spans(self.shape[dim], &axis_lens)
+        self.splits[dim].rule.spans(self.shape[dim], &self.axis_lens(dim))
+    }
+
+    fn axis_lens(&self, dim: usize) -> Vec<u32> {
+        self.splits[dim].axes.iter().map(|&a| self.mesh.axes[a].len).collect()
     }
 
     /// The boxes that the device at `coord` holds: none for an empty shard, several for fused parts.
     pub fn shard_at(&self, coord: &[u32]) -> Vec<Region> {
-        let spans: Vec<Vec<Span>> =
-            (0..self.shape.len()).map(|dim| self.part_spans(dim)[self.part_at(dim, coord)].clone()).collect();
+        let spans_of = |dim: usize| {
+            let rule = &self.splits[dim].rule;
+            rule.spans_of(self.shape[dim], &self.axis_lens(dim), self.part_at(dim, coord))
+        };
+        let spans: Vec<Vec<Span>> = (0..self.shape.len()).map(spans_of).collect();
         let choices: Vec<&[Span]> = spans.iter().map(Vec::as_slice).collect();
         boxes(&choices)
     }
