@@ -40,7 +40,7 @@ pub(crate) struct Class {
     pub bytes: u64,
     pub holders: Vec<u32>,
     pub receivers: Vec<u32>,
-    /// Indices of items, in order.
+    /// Indices of items; those of a remote class with the same holders and wanters lie side by side.
     pub items: Vec<u32>,
 }
 
@@ -81,6 +81,10 @@ impl Demands {
             }
         }
         demands.classify(&problem.topology);
+        for class in &mut demands.remote {
+            let items = &demands.items;
+            class.items.sort_by_key(|&i| (items[i as usize].holders, items[i as usize].wanters));
+        }
         Ok(demands)
     }
 

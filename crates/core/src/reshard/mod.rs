@@ -10,6 +10,7 @@ mod assign;
 pub mod bound;
 mod demand;
 pub mod doc;
+mod flow;
 pub mod lower;
 pub mod pieces;
 pub mod plan;

@@ -97,6 +97,5 @@ pub struct PlanOptions {
 
 /// Plans a problem.
 pub fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
-    let _ = options;
-    Ok(Plan::new(problem.clone(), "none", 1 << 20))
+    super::flow::plan_flow(problem, options)
 }

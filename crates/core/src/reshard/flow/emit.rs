@@ -1,0 +1,368 @@
+//! From routes to transfers: boxes for bytes, devices for hosts.
+//!
+//! A class is a row of bytes. Routes cut it one way, stretches of items with the same holders and wanters another, the
+//! choice of ports a third; between two cuts everything is settled, and each box there becomes a tree of transfers:
+//!
+//! ```text
+//! routes     |      h0 -> h2 -> h3      |   h1 -> h2 -> h3   |
+//! stretches  |  r0 -> r8 r9 | r1 -> r10 |                    |
+//! cells      |      0       |     1     |         2          |
+//! ```
+//!
+//! Inside a host the box passes from the device it entered at through all others that want it.
+
+use crate::cluster::Topology;
+use crate::id::{HostId, PortId, Rank, RegionId, TransferId};
+
+use super::super::demand::{Class, Demands, RankSet};
+use super::super::plan::Plan;
+use super::super::problem::Problem;
+use super::boxes;
+use super::ports::{Crossing, PortTable, Way, ports_beside};
+use super::routes::Route;
+
+/// Items of a class with the same holders and the same wanters, side by side.
+#[derive(Debug, Clone)]
+struct Stretch {
+    start: u64,
+    end: u64,
+    items: std::ops::Range<usize>,
+    holders: RankSet,
+    wanters: RankSet,
+}
+
+/// Who has a box of the cell under way, and since which transfer.
+#[derive(Clone, Copy)]
+struct Has {
+    host: u32,
+    rank: Rank,
+    since: TransferId,
+}
+
+pub(super) struct Emitter<'a> {
+    problem: &'a Problem,
+    demands: &'a Demands,
+    plan: Plan,
+    stretches: Vec<Vec<Stretch>>,
+    ports: PortTable,
+    /// Whether any host has a choice of ports.
+    many_ports: bool,
+    /// Counts boxes, so that devices that can stand in for each other take turns.
+    turn: usize,
+}
+
+impl<'a> Emitter<'a> {
+    pub(super) fn new(problem: &'a Problem, demands: &'a Demands, plan: Plan) -> Self {
+        let many_ports = problem.topology.ports.len() > problem.topology.num_hosts();
+        let stretches = demands.remote.iter().map(|class| stretches(class, demands)).collect();
+        Self { problem, demands, plan, stretches, ports: PortTable::default(), many_ports, turn: 0 }
+    }
+
+    pub(super) fn into_plan(self) -> Plan {
+        self.plan
+    }
+
+    pub(super) fn plan_mut(&mut self) -> &mut Plan {
+        &mut self.plan
+    }
+
+    /// Chooses ports for everything that crosses between hosts. Returns the seconds the busiest port needs, and the
+    /// bytes that take a detour over another device.
+    pub(super) fn choose_ports(&mut self, routes: &[Vec<Route>], relay: bool) -> (f64, u64) {
+        self.ports = PortTable::default();
+        if !self.many_ports {
+            return (0.0, 0);
+        }
+        let topology = &self.problem.topology;
+        let mut crossings: Vec<[Vec<Crossing>; 2]> = vec![Default::default(); topology.num_hosts()];
+        for (c, class) in self.demands.remote.iter().enumerate() {
+            for (s, stretch) in self.stretches[c].iter().enumerate() {
+                let key = (c as u32, s as u32);
+                for &host in &class.receivers {
+                    let ports = self.ports_of_set(stretch.wanters, HostId(host));
+                    let bytes = stretch.end - stretch.start;
+                    crossings[host as usize][0].push(Crossing { key, bytes, ports });
+                }
+                for &host in &class.holders {
+                    let ports = self.ports_of_set(stretch.holders, HostId(host));
+                    let bytes = bytes_out(&routes[c], stretch, host);
+                    if bytes > 0 {
+                        crossings[host as usize][1].push(Crossing { key, bytes, ports });
+                    }
+                }
+            }
+        }
+        for (host, [into, out_of]) in crossings.iter().enumerate() {
+            self.ports.fill(topology, HostId::at(host), Way::In, into, relay);
+            self.ports.fill(topology, HostId::at(host), Way::Out, out_of, relay);
+        }
+        (self.ports.seconds, self.ports.relayed_bytes)
+    }
+
+    fn ports_of_set(&self, set: RankSet, host: HostId) -> Vec<PortId> {
+        ports_beside(on_host(self.demands.set(set), host, &self.problem.topology), &self.problem.topology)
+    }
+
+    /// Emits everything that crosses between hosts.
+    pub(super) fn remote(&mut self, routes: &[Vec<Route>]) {
+        for (c, routes) in routes.iter().enumerate() {
+            for s in 0..self.stretches[c].len() {
+                self.stretch(c as u32, s as u32, routes);
+            }
+        }
+    }
+
+    fn stretch(&mut self, c: u32, s: u32, routes: &[Route]) {
+        let demands = self.demands;
+        let class = &demands.remote[c as usize];
+        let stretch = self.stretches[c as usize][s as usize].clone();
+        let port_cuts = self.port_cuts(class, (c, s), &stretch);
+        let mut row = Row::new(&class.items[stretch.items.clone()], stretch.start);
+        let first = routes.partition_point(|r| r.end <= stretch.start);
+        for route in routes[first..].iter().take_while(|r| r.start < stretch.end) {
+            let (start, end) = (route.start.max(stretch.start), route.end.min(stretch.end));
+            let first_cut = port_cuts.partition_point(|&cut| cut <= start);
+            let inner = port_cuts[first_cut..].iter().copied().take_while(|&cut| cut < end);
+            let mut at = start;
+            for cut in inner.chain([end]) {
+                let cell = Cell { key: (c, s), at: at - stretch.start, stretch: &stretch };
+                row.for_each(demands, at, cut, |index, region| {
+                    let tensor = demands.items[index as usize].tensor;
+                    let region = self.plan.add_region(region);
+                    self.tree(&cell, route, tensor, region);
+                    self.turn += 1;
+                });
+                at = cut;
+            }
+        }
+    }
+
+    /// Where in the class the port of some host changes.
+    fn port_cuts(&self, class: &Class, key: (u32, u32), stretch: &Stretch) -> Vec<u64> {
+        if !self.many_ports {
+            return vec![];
+        }
+        let mut cuts = vec![];
+        let ways =
+            class.receivers.iter().map(|h| (h, Way::In)).chain(class.holders.iter().map(|h| (h, Way::Out)));
+        for (&host, way) in ways {
+            let Some(shares) = self.ports.shares(key, HostId(host), way) else { continue };
+            let (total, len) = (shares.iter().map(|s| s.1).sum::<u64>(), stretch.end - stretch.start);
+            let mut before = 0;
+            for (_, bytes) in &shares[..shares.len().max(1) - 1] {
+                before += bytes;
+                cuts.push(stretch.start + scaled(before, len, total));
+            }
+        }
+        cuts.sort_unstable();
+        cuts.dedup();
+        cuts
+    }
+
+    /// The port that a cell crosses at a host.
+    fn port_at(&self, cell: &Cell, host: u32, way: Way) -> Option<PortId> {
+        if !self.many_ports {
+            return None;
+        }
+        let shares = self.ports.shares(cell.key, HostId(host), way)?;
+        let (total, len) = (shares.iter().map(|s| s.1).sum::<u64>(), cell.stretch.end - cell.stretch.start);
+        let mut before = 0;
+        for (port, bytes) in shares {
+            before += bytes;
+            if cell.at < scaled(before, len, total) {
+                return Some(*port);
+            }
+        }
+        shares.last().map(|s| s.0)
+    }
+
+    /// One box along its route.
+    fn tree(&mut self, cell: &Cell, route: &Route, tensor: u32, region: RegionId) {
+        let mut has: Vec<Has> = Vec::with_capacity(route.edges.len());
+        for edge in &route.edges {
+            let (src, since) = match has.iter().find(|h| h.host == edge.from) {
+                Some(h) => (h.rank, Some(h.since)),
+                None => self.leave_holder(cell, edge.from, tensor, region, &mut has),
+            };
+            let entry = self.entry(cell, edge.to);
+            let arrived = self.plan.add(tensor, src, entry, region, since.as_slice());
+            has.push(Has { host: edge.to, rank: entry, since: arrived });
+            self.spread_inside(cell, edge.to, entry, arrived, tensor, region);
+        }
+    }
+
+    /// The device of a holder's host that sends, with the transfer that brought it the box if it does not hold it.
+    fn leave_holder(
+        &mut self,
+        cell: &Cell,
+        host: u32,
+        tensor: u32,
+        region: RegionId,
+        has: &mut Vec<Has>,
+    ) -> (Rank, Option<TransferId>) {
+        let topology = &self.problem.topology;
+        let holders = on_host(self.demands.set(cell.stretch.holders), HostId(host), topology);
+        let port = self.port_at(cell, host, Way::Out);
+        let beside = |rank: &&Rank| port.is_none_or(|p| topology.port(**rank) == p);
+        let count = holders.iter().filter(beside).count();
+        if count > 0 {
+            let turn = self.turn % count;
+            return (*holders.iter().filter(beside).nth(turn).expect("turn is below the count"), None);
+        }
+        let port = port.expect("without a port to keep to, every holder will do");
+        let relay =
+            topology.ranks_of(HostId(host)).find(|&r| topology.port(r) == port).expect("a port has devices");
+        let holder = holders[self.turn % holders.len()];
+        let since = self.plan.add(tensor, holder, relay, region, &[]);
+        has.push(Has { host, rank: relay, since });
+        (relay, Some(since))
+    }
+
+    /// The device at which a cell's boxes enter a host: one that wants them, if the port has one.
+    fn entry(&self, cell: &Cell, host: u32) -> Rank {
+        let topology = &self.problem.topology;
+        let wanters = on_host(self.demands.set(cell.stretch.wanters), HostId(host), topology);
+        match self.port_at(cell, host, Way::In) {
+            None => wanters[self.turn % wanters.len()],
+            Some(port) => {
+                let beside = || wanters.iter().copied().filter(|&r| topology.port(r) == port);
+                let any = || topology.ranks_of(HostId(host)).find(|&r| topology.port(r) == port);
+                let count = beside().count().max(1);
+                beside().nth(self.turn % count).or_else(any).expect("a port has devices")
+            }
+        }
+    }
+
+    /// From the device it entered at, through all others of the host that want it.
+    fn spread_inside(
+        &mut self,
+        cell: &Cell,
+        host: u32,
+        entry: Rank,
+        arrived: TransferId,
+        tensor: u32,
+        region: RegionId,
+    ) {
+        let demands = self.demands;
+        let wanters = on_host(demands.set(cell.stretch.wanters), HostId(host), &self.problem.topology);
+        if wanters.len() == 1 && wanters[0] == entry {
+            return;
+        }
+        let split = wanters.partition_point(|&r| r <= entry);
+        let (mut from, mut since) = (entry, arrived);
+        for &to in wanters[split..].iter().chain(&wanters[..split]).filter(|&&r| r != entry) {
+            since = self.plan.add(tensor, from, to, region, &[since]);
+            from = to;
+        }
+    }
+
+    /// Emits what moves inside hosts only.
+    pub(super) fn local(&mut self, routes: &[Vec<Route>]) {
+        let demands = self.demands;
+        for (class, routes) in demands.local.iter().zip(routes) {
+            let mut row = Row::new(&class.items, 0);
+            for route in routes {
+                row.for_each(demands, route.start, route.end, |index, region| {
+                    let tensor = demands.items[index as usize].tensor;
+                    let region = self.plan.add_region(region);
+                    let mut has: Vec<(u32, TransferId)> = Vec::with_capacity(route.edges.len());
+                    for edge in &route.edges {
+                        let since = has.iter().find(|h| h.0 == edge.from).map(|h| h.1);
+                        let (src, dst) = (Rank(edge.from), Rank(edge.to));
+                        has.push((edge.to, self.plan.add(tensor, src, dst, region, since.as_slice())));
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// A stretch of a class between two cuts.
+struct Cell<'a> {
+    key: (u32, u32),
+    /// Where it starts, in its stretch.
+    at: u64,
+    stretch: &'a Stretch,
+}
+
+/// Items as a row of bytes, walked from left to right.
+struct Row<'a> {
+    items: &'a [u32],
+    next: usize,
+    /// Where item `next` starts.
+    at: u64,
+}
+
+impl<'a> Row<'a> {
+    fn new(items: &'a [u32], at: u64) -> Self {
+        Self { items, next: 0, at }
+    }
+
+    /// The boxes between two offsets; offsets do not fall from call to call.
+    fn for_each(
+        &mut self,
+        demands: &Demands,
+        start: u64,
+        end: u64,
+        mut emit: impl FnMut(u32, crate::region::Region),
+    ) {
+        while let Some(&index) = self.items.get(self.next) {
+            let item = &demands.items[index as usize];
+            let item_end = self.at + item.bytes;
+            if self.at >= end {
+                return;
+            }
+            let (from, to) = (start.saturating_sub(self.at), end.min(item_end) - self.at);
+            if let Some(region) = boxes::part(&item.region, item.bytes, from, to) {
+                emit(index, region);
+            }
+            if item_end > end {
+                return;
+            }
+            self.at = item_end;
+            self.next += 1;
+        }
+    }
+}
+
+fn scaled(part: u64, len: u64, total: u64) -> u64 {
+    (u128::from(part) * u128::from(len) / u128::from(total.max(1))) as u64
+}
+
+/// What one host sends of a stretch.
+fn bytes_out(routes: &[Route], stretch: &Stretch, host: u32) -> u64 {
+    let overlap = |r: &Route| r.end.min(stretch.end).saturating_sub(r.start.max(stretch.start));
+    let copies = |r: &Route| r.edges.iter().filter(|e| e.from == host).count() as u64;
+    routes.iter().map(|r| overlap(r) * copies(r)).sum()
+}
+
+/// The ranks of a sorted set that are on a host. A host's ranks follow each other.
+fn on_host<'a>(set: &'a [Rank], host: HostId, topology: &Topology) -> &'a [Rank] {
+    let start = set.partition_point(|&r| topology.host(r) < host);
+    let len = set[start..].partition_point(|&r| topology.host(r) == host);
+    &set[start..start + len]
+}
+
+/// Items next to each other with the same sets. [`super::sort_classes`] has brought them together.
+fn stretches(class: &Class, demands: &Demands) -> Vec<Stretch> {
+    let mut stretches: Vec<Stretch> = vec![];
+    let mut at = 0;
+    for (i, &index) in class.items.iter().enumerate() {
+        let item = &demands.items[index as usize];
+        let end = at + item.bytes;
+        match stretches.last_mut() {
+            Some(s) if s.holders == item.holders && s.wanters == item.wanters => {
+                (s.end, s.items.end) = (end, i + 1)
+            }
+            _ => stretches.push(Stretch {
+                start: at,
+                end,
+                items: i..i + 1,
+                holders: item.holders,
+                wanters: item.wanters,
+            }),
+        }
+        at = end;
+    }
+    stretches
+}
