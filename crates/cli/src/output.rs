@@ -13,10 +13,8 @@ use clap::ValueEnum;
 /// What an answer looks like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum Format {
-    /// For people.
     #[default]
     Text,
-    /// One JSON document.
     Json,
 }
 
@@ -81,16 +79,20 @@ impl Drop for Progress {
     }
 }
 
-/// Columns that line up: the first to the left, the others to the right.
+/// Columns that line up.
 pub struct Table {
     rows: Vec<Vec<String>>,
-    left: usize,
+    align: &'static str,
 }
 
 impl Table {
-    /// The first `left` columns are aligned to the left.
-    pub fn new(left: usize) -> Self {
-        Self { rows: vec![], left }
+    /// `l` and `r` for every column: aligned to the left or to the right; the last letter goes on.
+    pub fn new(align: &'static str) -> Self {
+        Self { rows: vec![], align }
+    }
+
+    fn is_left(&self, column: usize) -> bool {
+        self.align.chars().nth(column).or(self.align.chars().last()) == Some('l')
     }
 
     pub fn row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
@@ -108,12 +110,21 @@ impl Table {
             for (c, cell) in row.iter().enumerate() {
                 let gap = if c == 0 { "" } else { "  " };
                 let pad = " ".repeat(widths[c] - cell.chars().count());
-                let (before, behind) = if c < self.left { ("", pad.as_str()) } else { (pad.as_str(), "") };
+                let (before, behind) = if self.is_left(c) { ("", pad.as_str()) } else { (pad.as_str(), "") };
                 let _ = write!(line, "{gap}{before}{cell}{behind}");
             }
             let _ = writeln!(text, "{}", line.trim_end());
         }
         text
+    }
+}
+
+/// `  and 3 more transfers`, where not all were shown.
+pub fn and_more(all: usize, shown: usize, noun: &str) -> String {
+    match all.saturating_sub(shown) {
+        0 => String::new(),
+        1 => format!("  and 1 more {noun}\n"),
+        more => format!("  and {more} more {noun}s\n"),
     }
 }
 
@@ -139,7 +150,7 @@ mod tests {
 
     #[test]
     fn columns_line_up() {
-        let mut table = Table::new(1);
+        let mut table = Table::new("lr");
         table.row(["link", "bytes"]);
         table.row(["h0 out", "7"]);
         assert_eq!(table.render(2), "  link    bytes\n  h0 out      7\n");

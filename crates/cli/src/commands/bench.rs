@@ -46,10 +46,10 @@ struct ReshardArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
     /// Also write a report with pictures: one HTML file
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
 }
 
@@ -223,7 +223,7 @@ fn column_names() -> impl Iterator<Item = String> {
 }
 
 fn times(results: &Results) -> Table {
-    let mut table = Table::new(1);
+    let mut table = Table::new("lr");
     table.row(["case", "bytes", "bound"].map(String::from).into_iter().chain(column_names()));
     for case in &results.cases {
         let cell = |s: &StrategyResult| match (s.predicted_s, s.over_bound) {
@@ -239,7 +239,7 @@ fn times(results: &Results) -> Table {
 }
 
 fn references(results: &Results) -> Table {
-    let mut table = Table::new(1);
+    let mut table = Table::new("lr");
     table.row(["case".to_string()].into_iter().chain(column_names()));
     for case in &results.cases {
         let cell = |s: &StrategyResult| match (s.t, s.reference_t) {

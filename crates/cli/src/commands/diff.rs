@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::Answer;
 use crate::input::{PlanFile, read_plan};
-use crate::output::{self, Format, Table, count};
+use crate::output::{self, Format, Table, and_more, count};
 use crate::summary;
 
 /// Show what changed between two plans: strategy, times, traffic and transfers.
@@ -29,7 +29,7 @@ pub struct Args {
     #[arg(value_name = "B")]
     b: PathBuf,
     /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
 }
 
@@ -169,7 +169,7 @@ fn render(difference: &Difference) -> String {
         return "the plans are the same\n".into();
     }
     let mut text = String::new();
-    let mut table = Table::new(4);
+    let mut table = Table::new("l");
     for c in &difference.changed {
         table.row([c.what, c.a.as_str(), "->", c.b.as_str()]);
     }
@@ -178,12 +178,12 @@ fn render(difference: &Difference) -> String {
         table.row([pair, Bytes(c.a_bytes).to_string(), "->".into(), Bytes(c.b_bytes).to_string()]);
     }
     text += &table.render(0);
-    text += &more(difference.traffic.len(), SHOWN, "host pair");
+    text += &and_more(difference.traffic.len(), SHOWN, "host pair");
     for (sign, lines) in [("-", &difference.removed), ("+", &difference.added)] {
         for line in lines.iter().take(SHOWN) {
             let _ = writeln!(text, "{sign} {line}");
         }
-        text += &more(lines.len(), SHOWN, "transfer");
+        text += &and_more(lines.len(), SHOWN, "transfer");
     }
     let _ = writeln!(
         text,
@@ -192,11 +192,4 @@ fn render(difference: &Difference) -> String {
         count(difference.added.len(), "transfer")
     );
     text
-}
-
-fn more(all: usize, shown: usize, noun: &str) -> String {
-    match all.saturating_sub(shown) {
-        0 => String::new(),
-        more => format!("  and {} more\n", count(more, noun)),
-    }
 }

@@ -9,7 +9,7 @@ use crossmesh_core::units::{Bytes, Rate, Seconds};
 
 use crate::Answer;
 use crate::input::{PlanArgs, ProblemArgs};
-use crate::output::{self, Format, Table, count};
+use crate::output::{self, Format, Table, and_more};
 use crate::predict::Prediction;
 use crate::report;
 use crate::summary::{self, SMALL_PLAN};
@@ -27,10 +27,10 @@ pub struct Args {
     #[command(flatten)]
     plan: PlanArgs,
     /// Text for people, or the plan document
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
     /// Also write a report with pictures: one HTML file
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
 }
 
@@ -81,7 +81,7 @@ fn tensors(plan: &Plan) -> String {
     }
     let mut order: Vec<usize> = (0..reshards.len()).collect();
     order.sort_by_key(|&i| (std::cmp::Reverse(reshards[i].src.layout.bytes()), i));
-    let mut table = Table::new(3);
+    let mut table = Table::new("lllr");
     table.row(["name", "source", "destination", "bytes"]);
     for &i in order.iter().take(SHOWN) {
         let r = &reshards[i];
@@ -98,20 +98,13 @@ fn host_pairs(plan: &Plan) -> String {
     if traffic.is_empty() {
         return "hosts\n  nothing moves: every device already holds what it should\n".into();
     }
-    let mut table = Table::new(2);
+    let mut table = Table::new("llr");
     table.row(["from", "to", "bytes", "transfers"]);
     for ((from, to), t) in traffic.iter().take(SHOWN) {
         let to = if from == to { "itself".into() } else { to.to_string() };
         table.row([from.to_string(), to, Bytes(t.bytes).to_string(), t.transfers.to_string()]);
     }
     format!("hosts\n{}{}", table.render(2), and_more(traffic.len(), SHOWN, "pair"))
-}
-
-fn and_more(all: usize, shown: usize, noun: &str) -> String {
-    match all.saturating_sub(shown) {
-        0 => String::new(),
-        more => format!("  and {} more\n", count(more, noun)),
-    }
 }
 
 /// Every transfer of a small plan.
@@ -121,7 +114,7 @@ fn transfers(plan: &Plan) -> String {
         return String::new();
     }
     let many = plan.problem.reshards.len() > 1;
-    let mut table = Table::new(5);
+    let mut table = Table::new("lllrl");
     for (id, t) in all.iter().enumerate() {
         let region = plan.region(t).to_string();
         let region = if many { format!("#{} {region}", t.tensor) } else { region };
@@ -146,7 +139,7 @@ fn links(prediction: &Prediction) -> String {
     if links.is_empty() {
         return String::new();
     }
-    let mut table = Table::new(1);
+    let mut table = Table::new("lr");
     for link in links.iter().take(SHOWN) {
         table.row([
             summary::link_name(&prediction.plan.problem, link.link),

@@ -21,7 +21,7 @@ pub struct Args {
     #[command(flatten)]
     plan: PlanArgs,
     /// Where to write it; `-` is stdout
-    #[arg(short, long, value_name = "FILE", default_value = "-")]
+    #[arg(short, long, value_name = "FILE", help_heading = "Output", default_value = "-")]
     output: PathBuf,
 }
 

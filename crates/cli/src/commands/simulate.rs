@@ -29,10 +29,10 @@ pub struct Args {
     #[command(flatten)]
     hosts: HostArgs,
     /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
     /// Also write the run as a Chrome trace, for Perfetto
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     trace: Option<PathBuf>,
 }
 
@@ -98,7 +98,7 @@ fn render(prediction: &Prediction) -> String {
     let plan = &prediction.plan;
     let mut text = format!("simulate {}\n", summary::headline(plan));
     let _ = writeln!(text, "  strategy {}, {}", plan.strategy, summary::place(&plan.problem));
-    let mut table = Table::new(1);
+    let mut table = Table::new("lr");
     for link in summary::busiest_links(&prediction.trace).iter().take(8) {
         table.row([
             summary::link_name(&plan.problem, link.link),

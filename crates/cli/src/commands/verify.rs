@@ -24,7 +24,7 @@ pub struct Args {
     #[arg(value_name = "PLAN")]
     plan: PathBuf,
     /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
 }
 

@@ -9,8 +9,8 @@ use crate::output::count;
 
 use super::{Page, card, escape};
 
-const LEFT: f64 = 150.0;
-const WIDTH: f64 = 300.0;
+const LEFT: f64 = 130.0;
+const WIDTH: f64 = 310.0;
 const BAR: f64 = 17.0;
 /// Bars longer than this many bounds are cut off, and say so.
 const CLIP: f64 = 8.0;
@@ -104,7 +104,7 @@ fn bars(case: &CaseResult) -> String {
     let reach = case.strategies.iter().filter_map(|s| s.over_bound).fold(1.0, f64::max).min(CLIP) * 1.02;
     let x = |over: f64| LEFT + WIDTH * (over.min(reach) / reach);
     let (top, height) = (26.0, 30.0 + BAR * case.strategies.len() as f64);
-    let width = LEFT + WIDTH + 64.0;
+    let width = LEFT + WIDTH + 60.0;
     let mut svg = format!(
         "<svg width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{}\">\n",
         escape(&case.name)

@@ -67,7 +67,10 @@ pub fn render(traffic: &BTreeMap<(HostId, HostId), Traffic>) -> String {
         cell.transfers += t.transfers;
         *local &= from == to;
     }
-    let max = cells.values().map(|c| c.0.bytes).max().unwrap_or(1).max(1);
+    // Traffic inside hosts has a scale of its own: there is often far more of it.
+    let max_of =
+        |inside: bool| cells.values().filter(|c| c.1 == inside).map(|c| c.0.bytes).max().unwrap_or(1).max(1);
+    let (max_local, max_remote) = (max_of(true), max_of(false));
     let labelled = columns.len() <= MAX_LABELLED;
     let (w, h) = if labelled { (72.0, 34.0) } else { (22.0, 22.0) };
     let (left, top) = (72.0, 40.0);
@@ -110,6 +113,7 @@ pub fn render(traffic: &BTreeMap<(HostId, HostId), Traffic>) -> String {
     }
     for ((r, c), (t, local)) in &cells {
         let (x, y) = (left + w * *c as f64, top + h * *r as f64);
+        let max = if *local { max_local } else { max_remote };
         let heat = 0.15 + 0.85 * (t.bytes as f64 / max as f64);
         let class = if *local { "local" } else { "out" };
         let _ = writeln!(
@@ -190,7 +194,7 @@ mod tests {
     fn a_cell_a_pair_with_its_bytes() {
         let svg = render(&traffic(&[(0, 2, 1024), (1, 2, 2048), (2, 2, 10)]));
         assert!(
-            svg.contains("<title>h0 to h2: 1 KiB in 1 transfers</title>")
+            svg.contains("<title>h0 to h2: 1.00 KiB in 1 transfers</title>")
                 || svg.contains("h0 to h2: 1.00 KiB")
         );
         assert_eq!(svg.matches("class=\"out\"").count(), 2);

@@ -21,8 +21,8 @@ pub const MAX_ROWS: usize = 48;
 /// More stretches than pixels are averaged.
 const MAX_STEPS: usize = 800;
 
-const LEFT: f64 = 150.0;
-const WIDTH: f64 = 820.0;
+const LEFT: f64 = 120.0;
+const WIDTH: f64 = 800.0;
 const ROW: f64 = 24.0;
 const TOP: f64 = 40.0;
 
@@ -62,7 +62,7 @@ pub fn render(prediction: &Prediction) -> String {
     let span = end.max(bound) * 1.02;
     let x = |seconds: f64| LEFT + if span > 0.0 { WIDTH * (seconds / span).clamp(0.0, 1.0) } else { 0.0 };
     let bottom = TOP + ROW * rows.len() as f64;
-    let (width, height) = (LEFT + WIDTH + 110.0, bottom + 28.0);
+    let (width, height) = (LEFT + WIDTH + 126.0, bottom + 28.0);
     let mut svg = format!(
         "<svg width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" role=\"img\" \
          aria-label=\"use of each NIC over time\">\n"
