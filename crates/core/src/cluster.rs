@@ -15,7 +15,7 @@ use crate::id::{HostId, PortId, Rank};
 mod table;
 mod toml_file;
 
-pub use toml_file::{ClusterError, MAX_CLUSTER_DEVICES, MAX_NICS, MAX_TIERS};
+pub use toml_file::{ClusterError, MAX_CLUSTER_DEVICES, MAX_HOSTS, MAX_NICS, MAX_TIERS};
 
 /// 10 Gbit/s in bytes: the NIC of a cluster nobody described.
 pub const DEFAULT_NIC_BYTES_PER_S: f64 = 10e9 / 8.0;

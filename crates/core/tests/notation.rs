@@ -178,6 +178,10 @@ fn ranks_repeated_missing_or_too_many() {
   f32[8]@A{tp:3}=0-1,1(tp)
                      ^"
     );
+    assert!(error("f32[8]@A{tp:6}=4-6,0-4(tp)").starts_with("rank 4 is listed twice"));
+    assert!(error("f32[8]@A{tp:6}=2,0-4(tp)").starts_with("rank 2 is listed twice"));
+    assert!(error("f32[8]@A{tp:6}=0-4,2(tp)").starts_with("rank 2 is listed twice"));
+    assert!("f32[8]@A{tp:6}=5,2-4,0-1(tp)".parse::<Layout>().is_ok());
     assert_eq!(
         error("f32[8]@A{tp:3}=0-4294967294(tp)"),
         "the mesh has 3 devices, 4294967295 ranks are listed

@@ -42,8 +42,10 @@ use crate::units::{UnitError, shown};
 pub const MAX_CLUSTER_DEVICES: u64 = MAX_MESH_LEN;
 /// More NICs than this in one host is taken for a typing mistake.
 pub const MAX_NICS: u32 = 1024;
+/// More hosts than this is taken for a typing mistake; every tier may hold a group for each.
+pub const MAX_HOSTS: u64 = 1 << 17;
 /// More switch levels than this is taken for a typing mistake.
-pub const MAX_TIERS: usize = 16;
+pub const MAX_TIERS: usize = 8;
 
 const TOP_KEYS: &[&str] = &["latency", "local_latency", "host", "tier"];
 const HOST_KEYS: &[&str] = &["count", "devices", "nics", "nic", "nic_out", "nic_in", "local", "memory"];
@@ -77,6 +79,8 @@ pub enum ClusterError {
     NoHosts,
     #[error("the cluster has {devices} devices, more than {MAX_CLUSTER_DEVICES}")]
     TooManyDevices { devices: u64 },
+    #[error("the cluster has {hosts} hosts, more than {MAX_HOSTS}")]
+    TooManyHosts { hosts: u64 },
     #[error("the cluster has {tiers} tiers, more than {MAX_TIERS}")]
     TooManyTiers { tiers: usize },
     #[error("line {line}: two tiers are called `{name}`")]
@@ -120,11 +124,12 @@ impl Cluster {
 
 fn read_hosts(top: &Table) -> Result<Vec<Host>, ClusterError> {
     let mut counted = Vec::new();
-    let mut devices = 0u64;
+    let (mut hosts, mut devices) = (0u64, 0u64);
     for table in top.tables("host", "a [[host]]", HOST_KEYS)? {
         let max = MAX_CLUSTER_DEVICES as u32;
         let count = table.count("count", max)?.unwrap_or(1);
         let host = read_host(&table, max)?;
+        hosts = hosts.saturating_add(u64::from(count));
         devices = devices.saturating_add(u64::from(count) * u64::from(host.devices));
         counted.push((count, host));
     }
@@ -134,6 +139,9 @@ fn read_hosts(top: &Table) -> Result<Vec<Host>, ClusterError> {
     // Before they are spelt out.
     if devices > MAX_CLUSTER_DEVICES {
         return Err(ClusterError::TooManyDevices { devices });
+    }
+    if hosts > MAX_HOSTS {
+        return Err(ClusterError::TooManyHosts { hosts });
     }
     Ok(counted.into_iter().flat_map(|(count, host)| std::iter::repeat_n(host, count as usize)).collect())
 }
@@ -319,6 +327,17 @@ uplink = "100Gbit"
     }
 
     #[test]
+    fn deep_nesting_is_an_error() {
+        for text in [
+            format!("host = {}", "[".repeat(100_000)),
+            format!("{}a = 1", "a.".repeat(100_000)),
+            format!("[{}a]", "a.".repeat(100_000)),
+        ] {
+            assert!(!error(&text).is_empty());
+        }
+    }
+
+    #[test]
     fn unknown_keys_name_the_nearest() {
         assert_eq!(
             error("[[host]]\ndevice = 8"),
@@ -362,6 +381,7 @@ uplink = "100Gbit"
             "the cluster has 1048577 devices, more than 1048576"
         );
         assert!(error("[[host]]\ndevices = 1048576\ncount = 1048576").contains("1099511627776 devices"));
+        assert!(error("[[host]]\ndevices = 1\ncount = 1048576").contains("1048576 hosts, more than 131072"));
     }
 
     #[test]
@@ -392,8 +412,8 @@ uplink = "100Gbit"
         assert!(tier_error(&format!("{two}\n[[tier]]\n{two}")).contains("line 9: two tiers are called `a`"));
         let tier = "[[tier]]\nhosts_per_group = 1\nuplink = '1Gbit'\n";
         assert!(
-            tier_error(&format!("hosts_per_group = 1\nuplink = '1Gbit'\n{}", tier.repeat(16)))
-                .contains("17 tiers")
+            tier_error(&format!("hosts_per_group = 1\nuplink = '1Gbit'\n{}", tier.repeat(8)))
+                .contains("9 tiers")
         );
         assert!(
             tier_error("name = ''\nhosts_per_group = 1\nuplink = '1Gbit'").contains("wants a name in quotes")

@@ -12,6 +12,7 @@
 //!
 //! Blanks may stand between tokens. What other systems write after the mesh is read in `interop.rs`.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
@@ -373,18 +374,21 @@ impl<'a> Cursor<'a> {
         self.skip_blanks();
         let open = self.at;
         let mut ranks: Vec<Rank> = Vec::new();
-        let mut seen = std::collections::BTreeSet::new();
+        // First and end of every range so far; they do not overlap.
+        let mut seen: BTreeMap<u32, u32> = BTreeMap::new();
         let mut listed = 0u64;
         loop {
             let (range, at) = self.rank_range()?;
-            listed += range.len() as u64;
+            if let Some((&start, _)) =
+                seen.range(..range.end).next_back().filter(|(_, end)| **end > range.start)
+            {
+                return Err(self.error(at, Problem::RankRepeated { rank: start.max(range.start) }));
+            }
+            seen.insert(range.start, range.end);
+            listed += u64::from(range.end - range.start);
             // Ranges that are far too long are counted, not spelt out.
-            let fits = if listed <= mesh_len as u64 { range } else { 0..0 };
-            for rank in fits {
-                if !seen.insert(rank) {
-                    return Err(self.error(at, Problem::RankRepeated { rank }));
-                }
-                ranks.push(Rank(rank));
+            if listed <= mesh_len as u64 {
+                ranks.extend(range.map(Rank));
             }
             if !self.take(',') {
                 break;

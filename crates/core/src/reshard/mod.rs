@@ -6,20 +6,29 @@
 //!                 \-> bound
 //! ```
 
+pub mod allgather;
 mod assign;
 pub mod bound;
+pub mod broadcast;
 mod demand;
 pub mod doc;
+mod draft;
 mod flow;
 pub mod lower;
+#[cfg(test)]
+mod paper;
 pub mod pieces;
 pub mod plan;
 pub mod problem;
+pub mod sendrecv;
 pub mod shards;
 pub mod strategy;
+#[cfg(test)]
+mod testing;
+mod unit;
 
 pub use bound::{Bound, lower_bound};
 pub use lower::lower;
 pub use plan::{Plan, Transfer};
 pub use problem::{Placed, PlanError, Problem, Reshard};
-pub use strategy::{PlanOptions, Scheduler, Strategy, plan};
+pub use strategy::{PlanOptions, Scheduler, Strategy, default_chunk, plan};

@@ -12,7 +12,9 @@
 
 use crate::id::{Rank, RegionId, TransferId};
 use crate::region::Region;
+use crate::sim::simulate;
 
+use super::lower::lower;
 use super::problem::{PlanError, Problem};
 
 /// One box on its way from one rank to another.
@@ -141,6 +143,12 @@ impl Plan {
     /// Bytes over all transfers.
     pub fn bytes_moved(&self) -> u64 {
         self.transfers.iter().map(|t| t.bytes).sum()
+    }
+
+    /// How long the simulator takes it to run. For plans of our own: one that was read has to be verified first.
+    pub(crate) fn predicted_s(&self) -> f64 {
+        let trace = simulate(&lower(self), &self.problem.cluster);
+        trace.expect("a planned program runs to its end").makespan_s
     }
 
     /// Whether a transfer crosses the network.

@@ -5,6 +5,8 @@ use std::str::FromStr;
 
 use super::plan::Plan;
 use super::problem::{PlanError, Problem};
+use super::{allgather, broadcast, flow, sendrecv};
+use crate::units::Seconds;
 
 /// How transfers are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -97,5 +99,69 @@ pub struct PlanOptions {
 
 /// Plans a problem.
 pub fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
-    super::flow::plan_flow(problem, options)
+    match options.strategy {
+        Strategy::SendRecv => sendrecv::plan(problem, options),
+        Strategy::AllGather => allgather::plan(problem, options),
+        Strategy::Broadcast(scheduler) => broadcast::plan(problem, options, scheduler),
+        Strategy::Flow => flow::plan(problem, options),
+        Strategy::Auto => plan_fastest(problem, options),
+    }
+}
+
+/// Plans with every strategy that can, and takes the plan with the least predicted time; the earlier on a tie.
+fn plan_fastest(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
+    let mut plans = vec![];
+    for strategy in Strategy::CONCRETE.into_iter().rev() {
+        match plan(problem, &PlanOptions { strategy, ..options.clone() }) {
+            Ok(plan) => plans.push((plan.predicted_s(), plan)),
+            Err(PlanError::CannotReduce { .. } | PlanError::OverBudget { .. })
+                if strategy != Strategy::Flow => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let times: Vec<String> = plans.iter().map(|(s, p)| format!("{} {}", p.strategy, Seconds(*s))).collect();
+    let (_, mut plan) =
+        plans.into_iter().reduce(|a, b| if b.0 < a.0 * 0.999 { b } else { a }).expect("flow plans");
+    plan.reasons.insert(0, format!("auto chose {} by predicted time: {}", plan.strategy, times.join(", ")));
+    Ok(plan)
+}
+
+/// The fewest bytes worth a chunk of their own.
+pub const MIN_CHUNK_BYTES: u64 = 1 << 10;
+
+/// How much arrives before it is forwarded: what the user said, else the power of two that cuts all bytes into some
+/// two thousand chunks. A chain of eight hosts then fills within half a percent of the whole; below 64 KiB a chunk
+/// costs more to announce than to send, and above 4 MiB it no longer fits a cache.
+pub fn default_chunk(problem: &Problem, options: &PlanOptions) -> Result<u64, PlanError> {
+    if let Some(chunk) = options.chunk_bytes {
+        return if chunk < MIN_CHUNK_BYTES { Err(PlanError::ChunkTooSmall(chunk)) } else { Ok(chunk) };
+    }
+    let total = problem.reshards.iter().fold(0u64, |n, r| n.saturating_add(r.src.layout.bytes()));
+    let chunk = 1u64 << (total / 2048).max(1).ilog2();
+    Ok(chunk.clamp(64 << 10, 4 << 20))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reshard::testing::problem;
+
+    #[test]
+    fn a_chunk_is_a_two_thousandth_within_limits() {
+        let chunk = |elems: u64| {
+            let p = problem(&[(&format!("u8[{elems}]@A{{y:1}}(_)"), &format!("u8[{elems}]@B{{y:1}}(_)"))]);
+            default_chunk(&p, &PlanOptions::default()).unwrap()
+        };
+        assert_eq!(chunk(0), 64 << 10);
+        assert_eq!(chunk(1 << 30), 512 << 10);
+        assert_eq!(chunk((1 << 30) + (1 << 29)), 512 << 10);
+        assert_eq!(chunk(1 << 40), 4 << 20);
+    }
+
+    #[test]
+    fn a_chunk_of_nothing_is_refused() {
+        let p = problem(&[("u8[4]@A{y:1}(_)", "u8[4]@B{y:1}(_)")]);
+        let options = PlanOptions { chunk_bytes: Some(0), ..PlanOptions::default() };
+        assert_eq!(default_chunk(&p, &options), Err(PlanError::ChunkTooSmall(0)));
+    }
 }

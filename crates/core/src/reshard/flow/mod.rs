@@ -20,12 +20,10 @@ use rustc_hash::FxHashMap;
 use super::assign::least_time;
 use super::bound::{bound_of, out_jobs};
 use super::demand::Demands;
-use super::lower::lower;
 use super::plan::Plan;
 use super::problem::{PlanError, Problem};
-use super::strategy::PlanOptions;
+use super::strategy::{MIN_CHUNK_BYTES, PlanOptions};
 use crate::id::TransferId;
-use crate::sim::simulate;
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
 use routes::{Route, routes};
@@ -39,7 +37,10 @@ const MAX_CHUNK: u64 = 4 << 20;
 /// How much longer than the bound the ports beside the right devices may take before others relay.
 const RELAY_GAIN: f64 = 1.01;
 
-pub(crate) fn plan_flow(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
+pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
+    if let Some(chunk) = options.chunk_bytes.filter(|&c| c < MIN_CHUNK_BYTES) {
+        return Err(PlanError::ChunkTooSmall(chunk));
+    }
     let demands = Demands::of(problem)?;
     let bound = bound_of(problem, &demands);
     let flow = Flow::new(problem, options, &demands, bound.seconds);
@@ -51,7 +52,7 @@ pub(crate) fn plan_flow(problem: &Problem, options: &PlanOptions) -> Result<Plan
         while let Some(built) = rival.take() {
             let current = chosen.as_ref().unwrap_or(&best);
             let (depth, transfers) = (built.depth, built.plan.transfers().len());
-            if built.predicted_s() < current.predicted_s() * 0.999 {
+            if built.plan.predicted_s() < current.plan.predicted_s() * 0.999 {
                 chosen = Some(built);
             }
             stretch *= 2.0;
@@ -64,7 +65,8 @@ pub(crate) fn plan_flow(problem: &Problem, options: &PlanOptions) -> Result<Plan
     if best.port_seconds > RELAY_GAIN * best.seconds {
         let relayed = flow.build(best.stretch, true);
         let small = relayed.plan.transfers().len() <= MAX_COMPARED_TRANSFERS;
-        if relayed.port_seconds < best.port_seconds && (!small || relayed.predicted_s() < best.predicted_s())
+        if relayed.port_seconds < best.port_seconds
+            && (!small || relayed.plan.predicted_s() < best.plan.predicted_s())
         {
             best = relayed;
         }
@@ -128,11 +130,6 @@ impl<'a> Flow<'a> {
 }
 
 impl Built {
-    fn predicted_s(&self) -> f64 {
-        let trace = simulate(&lower(&self.plan), &self.plan.problem.cluster);
-        trace.expect("our own plans can be simulated").makespan_s
-    }
-
     fn explain(mut self, bound_s: f64) -> Plan {
         let reasons = &mut self.plan.reasons;
         reasons.push(match self.depth {
