@@ -43,16 +43,16 @@ pub struct HostArgs {
     #[arg(long, value_name = "FILE")]
     pub cluster: Option<PathBuf>,
     /// The rate of a NIC, each way [default: 10Gbit, or the cluster file's]
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
     pub nic: Option<String>,
     /// NICs a host [default: 1, or the cluster file's]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub nics: Option<u32>,
     /// The rate of a device's link inside its host, each way [default: 100GB/s, or the cluster file's]
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
     pub local: Option<String>,
     /// The time a message takes from host to host [default: 0, or the cluster file's]
-    #[arg(long, value_name = "TIME")]
+    #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
     pub latency: Option<String>,
     /// Devices a host [default: the length of each mesh's last axis]
     #[arg(long, value_name = "N", conflicts_with = "cluster", value_parser = clap::value_parser!(u32).range(1..))]
@@ -67,10 +67,10 @@ pub struct PlanArgs {
     #[arg(long, value_name = "S", default_value = "flow")]
     pub strategy: String,
     /// How much arrives before it is forwarded [default: chosen from the sizes]
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub chunk: Option<String>,
     /// The most memory a device may need beside its tensors
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub max_extra_bytes: Option<String>,
     /// For the randomized schedulers: same seed, same plan
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -1,5 +1,5 @@
-use crossmesh_core::reshard::*;
 use crossmesh_core::reshard::problem::*;
+use crossmesh_core::reshard::*;
 use crossmesh_core::sim::simulate;
 fn main() {
     let cases = [
@@ -22,7 +22,9 @@ fn main() {
             let plan = plan(&p, &PlanOptions { strategy: s, ..Default::default() }).unwrap();
             let t = simulate(&lower(&plan), &p.cluster).unwrap();
             print!(" {:>6.3}", t.makespan_s / b.seconds);
-            if s == Strategy::Flow { print!(" n={} c={} {:?}", plan.transfers().len(), plan.chunk_bytes, plan.reasons); }
+            if s == Strategy::Flow {
+                print!(" n={} c={} {:?}", plan.transfers().len(), plan.chunk_bytes, plan.reasons);
+            }
         }
         println!();
     }

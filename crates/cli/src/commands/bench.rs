@@ -16,6 +16,9 @@ use crate::suite::{Case, Reference, Suite};
 
 /// Compare strategies over a suite of cases.
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  crossmesh bench reshard --predict
+  crossmesh bench reshard --predict --suite modern")]
 pub struct Args {
     #[command(subcommand)]
     what: What,
@@ -266,15 +269,19 @@ fn agreement(results: &Results) -> String {
     format!("  {close} of {} within 5 %, the worst {:.1} % off\n", errors.len(), 100.0 * worst)
 }
 
-/// Why cells are empty, a line a strategy.
+/// Why cells are empty: strategies of a case that fail alike, on a line.
 fn why_not(results: &Results) -> String {
     let mut text = String::new();
     for case in &results.cases {
-        for s in &case.strategies {
-            if let Some(why) = &s.why_not {
-                let why = why.lines().next().unwrap_or("");
-                let _ = writeln!(text, "  {}, {}: {why}", case.name, s.strategy);
-            }
+        let mut rest: Vec<(&str, &str)> =
+            case.strategies.iter().filter_map(|s| Some((s.strategy, s.why_not.as_deref()?))).collect();
+        while let Some(&(first, why)) = rest.first() {
+            // Messages name the strategy; apart from that, alike is alike.
+            let alike = |(name, other): &(&str, &str)| other.replace(name, "") == why.replace(first, "");
+            let names: Vec<&str> = rest.iter().filter(|r| alike(r)).map(|r| r.0).collect();
+            let why = why.lines().next().unwrap_or("").replace(&format!("strategy `{first}` "), "");
+            let _ = writeln!(text, "  {}: {}: {why}", case.name, names.join(", "));
+            rest.retain(|r| !alike(r));
         }
     }
     if text.is_empty() { text } else { format!("\nno plan\n{text}") }
