@@ -2,7 +2,8 @@
 //!
 //! Resharding, collectives and pipeline schedules all lower to this. The simulator and the engine interpret it:
 //! - an op starts once everything in its `deps` allows it; a rank's ops are otherwise unordered, but for this:
-//! - sends to one peer, and receives from one peer, take place in program order (a channel is first in, first out);
+//! - sends to one peer in one lane, and receives from one, take place in program order (a channel is first in, first
+//!   out);
 //! - a send and the receive of its tag move the same bytes; neither side completes without the other (rendezvous).
 
 use std::ops::Range;
@@ -82,6 +83,7 @@ pub struct Op {
 pub enum OpKind {
     Send {
         to: Rank,
+        lane: Rank,
         tag: u32,
         weight: u64,
         from: Buffer,
@@ -89,6 +91,7 @@ pub enum OpKind {
     /// With `reduce`, what arrives is combined with what the buffer has.
     Recv {
         from: Rank,
+        lane: Rank,
         tag: u32,
         into: Buffer,
         reduce: bool,

@@ -110,9 +110,9 @@ fn share_in_order(jobs: &[Job], rates: &[f64], loads: &[u64], seconds: f64) -> O
     Some(shares)
 }
 
-/// What a node can send in a time, rounded up: a byte of slack keeps rounding from looking like overload.
+/// What a node can send in a time, to the nearest byte.
 fn capacity(rate: f64, seconds: f64) -> u64 {
-    (rate * seconds).min(1e18) as u64 + 1
+    (rate * seconds).min(1e18).round() as u64
 }
 
 /// The jobs and nodes on the near side of a minimum cut.
@@ -373,7 +373,7 @@ mod tests {
             Job { bytes: 100, candidates: prefer(&[0], &[]) },
         ];
         let shares = share(&jobs, &[1.0, 1.0], &[0, 0], 150.0).unwrap();
-        // The second job needs all of node 0 it can get; the first takes the rest of it (with a byte of slack).
-        assert_eq!(shares, [vec![(0, 51), (1, 49)], vec![(0, 100)]]);
+        // The second job needs all of node 0 it can get; the first takes the rest of it.
+        assert_eq!(shares, [vec![(0, 50), (1, 50)], vec![(0, 100)]]);
     }
 }

@@ -2,10 +2,11 @@
 //!
 //! Three rules give a plan its meaning; the verifier, the simulator and the engine all follow them:
 //! - **Holding.** A rank may send what it holds from the start, or what a transfer named in `after` brought it.
-//! - **Channels are first in, first out.** Transfers from one rank to another travel in list order; transfers between
-//!   different pairs of ranks run side by side. Where they share a NIC they share it in proportion to their `weight`.
-//! - **Forwarding streams.** A transfer whose box arrives by a transfer in `after` follows it chunk by chunk; any
-//!   other entry of `after` is plain order, and waits for the end.
+//! - **Forwarding streams.** A transfer whose box arrives by a transfer in `after` follows it chunk by chunk, and
+//!   belongs to the same lane: the rank where the box set out. Any other entry of `after` is plain order, and waits
+//!   for the end.
+//! - **Channels are first in, first out.** Transfers of one lane from one rank to another travel in list order; other
+//!   channels run side by side. Where they share a link they share it in proportion to their `weight`.
 //!
 //! With `reduce`, the receiver combines what arrives with what it has: with its own part of the partial sum, and with
 //! what earlier transfers brought it.
@@ -24,6 +25,8 @@ pub struct Transfer {
     pub tensor: u32,
     pub src: Rank,
     pub dst: Rank,
+    /// Where its box set out: `src`, or the lane of the transfer it follows.
+    pub lane: Rank,
     pub region: RegionId,
     pub bytes: u64,
     /// Its share of a contended link, against the weights of the others.
@@ -113,10 +116,12 @@ impl Plan {
         let bytes = self.regions[region.index()].volume() * dtype.bytes();
         let after_start = self.after.len() as u32;
         self.after.extend_from_slice(after);
+        let lane = after.iter().find_map(|&a| self.lane_of_leader(a, tensor, src, region)).unwrap_or(src);
         self.transfers.push(Transfer {
             tensor,
             src,
             dst,
+            lane,
             region,
             bytes,
             weight: bytes.max(1),
@@ -125,6 +130,14 @@ impl Plan {
             after_len: after.len() as u32,
         });
         TransferId::at(self.transfers.len() - 1)
+    }
+
+    /// The lane of a transfer, if one that sends `region` from `src` follows it. An `after` that points forward, as a
+    /// plan file's may, leads nobody here; the verifier has its say about it.
+    fn lane_of_leader(&self, leader: TransferId, tensor: u32, src: Rank, region: RegionId) -> Option<Rank> {
+        let leader = self.transfers.get(leader.index())?;
+        let same_box = leader.region == region || self.region(leader) == &self.regions[region.index()];
+        (leader.dst == src && leader.tensor == tensor && same_box).then_some(leader.lane)
     }
 
     pub fn transfer_mut(&mut self, id: TransferId) -> &mut Transfer {

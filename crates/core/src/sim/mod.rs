@@ -1,6 +1,6 @@
 //! The simulator: interprets a program with a cost model, event by event, and writes a trace.
 //!
-//! Every channel (a pair of ranks) moves one message at a time; channels share links by weighted max-min fairness
+//! Every channel (a lane from one rank to another) moves one message at a time; channels share links by weighted max-min fairness
 //! ([`network`]). A message starts when it heads its channel, everything it waits for on both sides has ended, and the
 //! first chunk of what it forwards has arrived; from there it stays a chunk behind what it follows:
 //!

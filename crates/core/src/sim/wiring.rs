@@ -114,14 +114,14 @@ impl Wiring {
 
     /// Sends become messages, numbered by tag order; receives find theirs.
     fn match_messages(&mut self, program: &Program) -> Result<(), SimError> {
-        let mut channels: FxHashMap<(Rank, Rank), u32> = FxHashMap::default();
+        let mut channels: FxHashMap<(Rank, Rank, Rank), u32> = FxHashMap::default();
         let mut by_tag: Vec<u32> = vec![];
         let mut queued: Vec<(u32, u32)> = vec![];
         for (rank, ranked) in program.ranks.iter().enumerate() {
             for (op_index, op) in ranked.ops.iter().enumerate() {
-                let OpKind::Send { to, tag, weight, .. } = op.kind else { continue };
+                let OpKind::Send { to, lane, tag, weight, .. } = op.kind else { continue };
                 let src = Rank::at(rank);
-                let channel = *channels.entry((src, to)).or_insert_with(|| {
+                let channel = *channels.entry((src, to, lane)).or_insert_with(|| {
                     self.channel_ends.push((src, to));
                     self.channel_ends.len() as u32 - 1
                 });

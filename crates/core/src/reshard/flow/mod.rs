@@ -23,7 +23,7 @@ use super::demand::Demands;
 use super::plan::Plan;
 use super::problem::{PlanError, Problem};
 use super::strategy::{MIN_CHUNK_BYTES, PlanOptions};
-use crate::id::TransferId;
+use crate::id::{Rank, TransferId};
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
 use routes::{Route, routes};
@@ -184,13 +184,12 @@ fn fitting_chunk(plan: &Plan, depth: u32) -> u64 {
 
 /// A channel weighs as much as it carries, so that all that share a link end together.
 fn weigh_channels(plan: &mut Plan) {
-    let mut bytes: FxHashMap<u64, u64> = FxHashMap::default();
-    let key = |src: crate::id::Rank, dst: crate::id::Rank| u64::from(src.0) << 32 | u64::from(dst.0);
+    let mut bytes: FxHashMap<(Rank, Rank, Rank), u64> = FxHashMap::default();
     for t in plan.transfers() {
-        *bytes.entry(key(t.src, t.dst)).or_default() += t.bytes;
+        *bytes.entry((t.src, t.dst, t.lane)).or_default() += t.bytes;
     }
     for id in 0..plan.transfers().len() {
         let t = plan.transfer_mut(TransferId::at(id));
-        t.weight = bytes[&key(t.src, t.dst)].max(1);
+        t.weight = bytes[&(t.src, t.dst, t.lane)].max(1);
     }
 }

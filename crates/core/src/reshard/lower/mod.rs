@@ -200,7 +200,7 @@ impl<'a> Lowering<'a> {
         let sender = &mut self.program.ranks[t.src.index()];
         sender.deps.extend((0..tokens.len() as u32).map(|i| done(first_token + i)));
         sender.deps.extend((0..parts.len() as u32).map(|i| done(first_part + i)));
-        let kind = OpKind::Send { to: t.dst, tag: id.0, weight: t.weight, from };
+        let kind = OpKind::Send { to: t.dst, lane: t.lane, tag: id.0, weight: t.weight, from };
         self.push(t.src, kind, (t.tensor, t.region, t.bytes), deps);
     }
 
@@ -233,9 +233,14 @@ impl<'a> Lowering<'a> {
         let rank = &mut self.program.ranks[told_by.index()];
         let deps = rank.deps.len() as u32;
         rank.deps.push(Dep { op: self.recv_ops[a.index()], kind: DepKind::Done });
-        self.push(told_by, OpKind::Send { to: t.src, tag, weight: 1, from: Buffer::Src }, what, deps);
+        self.push(
+            told_by,
+            OpKind::Send { to: t.src, lane: told_by, tag, weight: 1, from: Buffer::Src },
+            what,
+            deps,
+        );
         let deps = self.program.ranks[t.src.index()].deps.len() as u32;
-        let recv = OpKind::Recv { from: told_by, tag, into: Buffer::Src, reduce: false };
+        let recv = OpKind::Recv { from: told_by, lane: told_by, tag, into: Buffer::Src, reduce: false };
         self.push(t.src, recv, what, deps);
     }
 
@@ -267,7 +272,7 @@ impl<'a> Lowering<'a> {
         let previous = combining.previous.map(|p| self.recv_ops[p.index()]);
         let receiver = &mut self.program.ranks[t.dst.index()];
         receiver.deps.extend(own.into_iter().chain(previous).map(|op| Dep { op, kind: DepKind::Done }));
-        let kind = OpKind::Recv { from: t.src, tag: id.0, into, reduce: combining.reduce };
+        let kind = OpKind::Recv { from: t.src, lane: t.lane, tag: id.0, into, reduce: combining.reduce };
         self.push(t.dst, kind, (t.tensor, t.region, t.bytes), deps);
     }
 
@@ -325,7 +330,7 @@ mod tests {
         let line = |op: &Op| {
             let mut line = match op.kind {
                 OpKind::Send { to, tag, from, .. } => format!("{} -> t{tag} {to}", buffer(from)),
-                OpKind::Recv { from, tag, into, reduce } => {
+                OpKind::Recv { from, tag, into, reduce, .. } => {
                     format!("{from} t{tag} {} {}", if reduce { "+>" } else { "->" }, buffer(into))
                 }
                 OpKind::Copy { from, into } => format!("{} => {}", buffer(from), buffer(into)),
