@@ -136,9 +136,9 @@ impl Buffers {
                 false => None,
             };
             self.into[i] = match previous {
-                Some(previous) => self.into[previous.index()],
-                None if sides.dst.contains(t.dst, region) => Buffer::Dst,
-                None => self.stage(t.bytes),
+                Some(previous) if t.reduce => self.into[previous.index()],
+                _ if sides.dst.contains(t.dst, region) => Buffer::Dst,
+                _ => self.stage(t.bytes),
             };
             if sides.src.is_partial() {
                 let copy_own = t.reduce && previous.is_none() && sides.src.contains(t.dst, region);
@@ -161,7 +161,8 @@ impl Buffers {
         if sides.dst.contains(t.src, region) {
             return Buffer::Dst;
         }
-        match brought.clone().find(|a| plan.region(&plan.transfers()[a.index()]).contains(region)) {
+        let brings_all = |a: &&TransferId| plan.region(&plan.transfers()[a.index()]).contains(region);
+        match brought.clone().filter(brings_all).max() {
             Some(whole) => self.into[whole.index()],
             None => {
                 let mut parts = Vec::new();
