@@ -6,6 +6,7 @@ use crossmesh_core::reshard::doc::{Figures, PlanDoc};
 use crossmesh_core::reshard::{Bound, Plan, PlanOptions, Problem, lower, lower_bound, plan};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::trace::Trace;
+use crossmesh_core::verify::VerifyError;
 
 use crate::output;
 
@@ -68,8 +69,14 @@ pub struct Violation {
     pub message: String,
 }
 
-/// Whether a plan is right.
-pub fn verify(plan: &Plan) -> Result<(), Violation> {
-    let _ = plan;
-    Ok(())
+impl std::fmt::Display for Violation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.law, self.message)
+    }
+}
+
+impl From<VerifyError> for Violation {
+    fn from(error: VerifyError) -> Self {
+        Self { law: error.law().name(), message: error.to_string() }
+    }
 }

@@ -13,7 +13,7 @@ use crate::Answer;
 use crate::chrome;
 use crate::input::{HostArgs, PlanFile, read_plan};
 use crate::output::{self, Format, Table, count};
-use crate::predict::{Prediction, verify};
+use crate::predict::{Prediction, Violation};
 use crate::summary;
 
 /// Predict how long a plan takes, on its own cluster or another.
@@ -60,8 +60,8 @@ struct LinkReport {
 
 pub fn run(args: &Args) -> Result<Answer> {
     let PlanFile { mut plan, .. } = read_plan(&args.plan)?;
-    if let Err(violation) = verify(&plan) {
-        bail!("{}: the plan breaks a law: {}: {}", args.plan.display(), violation.law, violation.message);
+    if let Err(error) = crossmesh_core::verify::verify(&plan) {
+        bail!("{}: the plan breaks a law: {}", args.plan.display(), Violation::from(error));
     }
     let mut cluster = match args.hosts.described()? {
         Some(cluster) => cluster,

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use crossmesh_core::reshard::doc::PlanDoc;
-use crossmesh_core::units::Bytes;
+use crossmesh_core::verify::{Claims, verify_claims};
 use serde::Serialize;
 
 use crate::Answer;
 use crate::input::read_plan_doc;
-use crate::output::{self, Format, count};
-use crate::predict::{Violation, verify};
+use crate::output::{self, Format};
+use crate::predict::Violation;
 
 /// Check that a plan delivers every element exactly once, in an order that cannot get stuck.
 #[derive(Debug, clap::Args)]
@@ -46,10 +46,7 @@ pub fn run(args: &Args) -> Result<Answer> {
             output::print_json(&Verdict { schema: "crossmesh.verdict/1", ok, violation: checked.err() })?;
         }
         Format::Text => {
-            output::print(&format!(
-                "{name}: {}\n",
-                checked.unwrap_or_else(|v| format!("{}: {}", v.law, v.message))
-            ))?;
+            output::print(&format!("{name}: {}\n", checked.unwrap_or_else(|v| v.to_string())))?;
         }
     }
     Ok(if ok { Answer::Yes } else { Answer::No })
@@ -64,9 +61,8 @@ fn check(doc: &PlanDoc) -> Result<Result<String, Violation>> {
             None => return Err(error.into()),
         },
     };
-    let praise = || {
-        let transfers = count(plan.transfers().len(), "transfer");
-        format!("ok: {} in {transfers}, every element arrives exactly once", Bytes(plan.bytes_moved()))
-    };
-    Ok(verify(&plan).map(|()| praise()))
+    Ok(match verify_claims(&plan, &Claims::of(doc)) {
+        Ok(proof) => Ok(format!("ok: {proof}")),
+        Err(error) => Err(error.into()),
+    })
 }
