@@ -27,6 +27,7 @@ pub fn tidy(root: &Path) -> Result<()> {
     let mut complaints: Vec<String> = files.iter().flat_map(complaints_about).collect();
     complaints.extend(readme_commands(&files));
     complaints.extend(ci_calls_the_readme(&files));
+    complaints.extend(broken_links(&files));
     for complaint in &complaints {
         eprintln!("tidy: {complaint}");
     }
@@ -124,6 +125,29 @@ fn readme_commands(files: &[File]) -> Vec<String> {
     missing.map(|command| format!("README.md: does not show `{command}`")).collect()
 }
 
+/// Links from page to page lead somewhere.
+fn broken_links(files: &[File]) -> Vec<String> {
+    let pages = files.iter().filter(|f| f.path.ends_with(".md"));
+    pages
+        .flat_map(|page| links(page).into_iter().map(move |link| (page, link)))
+        .filter_map(|(page, link)| {
+            let folder = page.path.rsplit_once('/').map_or("", |(folder, _)| folder);
+            let target = if folder.is_empty() { link.clone() } else { format!("{folder}/{link}") };
+            let exists = files.iter().any(|f| f.path == target);
+            (!exists).then(|| format!("{}: links to {link}, which is not there", page.path))
+        })
+        .collect()
+}
+
+/// Where the relative links of a page go, without what is behind a `#`.
+fn links(page: &File) -> Vec<String> {
+    let targets = page.text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+    targets
+        .filter(|t| t.contains(".md") && !t.contains("://"))
+        .map(|t| t.split('#').next().unwrap_or(t).to_string())
+        .collect()
+}
+
 fn ci_calls_the_readme(files: &[File]) -> Option<String> {
     let script = files.iter().find(|f| f.path == ".ci/run").map_or("", |f| f.text.as_str());
     let commands: Vec<&str> = script
@@ -163,6 +187,13 @@ mod tests {
     fn the_readme_and_ci_are_held_to_their_commands() {
         assert_eq!(readme_commands(&[file("README.md", "    cargo xtask ci")]).len(), 1);
         assert!(ci_calls_the_readme(&[file(".ci/run", "set -e\ncargo test\n")]).is_some());
+    }
+
+    #[test]
+    fn a_link_to_nowhere_is_found() {
+        let pages =
+            [file("docs/a.md", "[b](b.md#x) [c](c.md) [d](https://x.org/d.md)"), file("docs/b.md", "")];
+        assert_eq!(broken_links(&pages), ["docs/a.md: links to c.md, which is not there"]);
     }
 
     #[test]

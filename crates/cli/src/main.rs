@@ -15,6 +15,8 @@ mod commands;
 mod input;
 mod output;
 mod predict;
+#[cfg(test)]
+mod reference;
 mod report;
 mod suite;
 mod summary;

@@ -1,12 +1,12 @@
 //! A plan with everything known about it: the program, its simulated run, and the bound.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use crossmesh_core::program::Program;
 use crossmesh_core::reshard::doc::{Figures, PlanDoc};
 use crossmesh_core::reshard::{Bound, Plan, PlanOptions, Problem, lower, lower_bound, plan};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::trace::Trace;
-use crossmesh_core::verify::VerifyError;
+use crossmesh_core::verify::{VerifyError, verify};
 
 use crate::output;
 
@@ -19,10 +19,10 @@ pub struct Prediction {
 }
 
 impl Prediction {
-    /// Plans a problem and predicts the plan.
+    /// Plans a problem, proves the plan and predicts it.
     pub fn of_problem(problem: &Problem, options: &PlanOptions) -> Result<Self> {
         let bound = lower_bound(problem)?;
-        Self::with_bound(plan(problem, options)?, bound)
+        Self::with_bound(proven_plan(problem, options)?, bound)
     }
 
     /// Predicts a plan that is already there.
@@ -59,6 +59,19 @@ impl Prediction {
     /// The most memory a rank needs beside its tensors.
     pub fn peak_extra_bytes(&self) -> u64 {
         self.program.ranks.iter().map(|r| r.extra_bytes()).max().unwrap_or(0)
+    }
+}
+
+/// A plan that the verifier agrees with. Nobody is handed another.
+pub fn proven_plan(problem: &Problem, options: &PlanOptions) -> Result<Plan> {
+    let plan = plan(problem, options)?;
+    match verify(&plan) {
+        Ok(_) => Ok(plan),
+        Err(error) => bail!(
+            "the plan of strategy {} breaks a law: {}\nhint: this is a bug of crossmesh; try another --strategy",
+            plan.strategy,
+            Violation::from(error)
+        ),
     }
 }
 
