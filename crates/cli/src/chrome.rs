@@ -12,8 +12,8 @@ use crossmesh_core::program::OpKind;
 use crossmesh_core::trace::{Link, LinkUse};
 use serde_json::{Value, json};
 
+use crate::links;
 use crate::predict::Prediction;
-use crate::summary;
 
 /// The whole file.
 pub fn render(prediction: &Prediction) -> Result<String> {
@@ -60,7 +60,7 @@ fn counter(prediction: &Prediction, link: &LinkUse, events: &mut Vec<Value>) {
         Link::LocalOut(rank) | Link::LocalIn(rank) => problem.topology.host(rank).0,
         Link::GroupOut(..) | Link::GroupIn(..) => problem.topology.num_hosts() as u32,
     };
-    let name = summary::link_name(problem, link.link);
+    let name = links::name(problem, link.link);
     let mut at = |seconds: f64, share: f64| {
         let percent = (share * 1000.0).round() / 10.0;
         events.push(json!({ "ph": "C", "name": name, "pid": pid, "ts": micros(seconds), "args": { "percent": percent } }));

@@ -13,6 +13,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 mod chrome;
 mod commands;
 mod input;
+mod links;
 mod output;
 mod predict;
 #[cfg(test)]

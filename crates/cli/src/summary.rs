@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use crossmesh_core::cluster::Topology;
-use crossmesh_core::id::{HostId, PortId};
+use crossmesh_core::id::HostId;
 use crossmesh_core::reshard::{Plan, Problem};
-use crossmesh_core::trace::{Link, LinkUse, Trace};
-use crossmesh_core::units::Bytes;
+use crossmesh_core::units::{Bytes, Rate};
 
-use crate::output::count;
+use crate::links;
+use crate::output::{Table, and_more, count};
+use crate::predict::Prediction;
 
 /// Plans up to this many transfers are printed transfer by transfer.
 pub const SMALL_PLAN: usize = 40;
@@ -30,38 +30,6 @@ pub fn host_traffic(plan: &Plan) -> BTreeMap<(HostId, HostId), Traffic> {
         entry.transfers += 1;
     }
     pairs
-}
-
-/// Links by the time their bytes take at full rate, busiest first; ties in link order.
-pub fn busiest_links(trace: &Trace) -> Vec<&LinkUse> {
-    let mut links: Vec<&LinkUse> = trace.links.iter().collect();
-    links.sort_by(|a, b| b.busy_s().total_cmp(&a.busy_s()).then(a.link.cmp(&b.link)));
-    links
-}
-
-/// A link as people speak of it: `h0 nic out`, `h3 nic 2 in`, `r5 local out`, `tier pod 1 out`.
-pub fn link_name(problem: &Problem, link: Link) -> String {
-    let tier = |tier: u32, group: u32, way| {
-        let name = problem.cluster.tiers.get(tier as usize).map_or("", |t| t.name.as_str());
-        format!("tier {name} group {group} {way}")
-    };
-    match link {
-        Link::NicOut(port) => format!("{} out", port_name(&problem.topology, port)),
-        Link::NicIn(port) => format!("{} in", port_name(&problem.topology, port)),
-        Link::LocalOut(rank) => format!("{rank} local out"),
-        Link::LocalIn(rank) => format!("{rank} local in"),
-        Link::GroupOut(t, group) => tier(t, group, "out"),
-        Link::GroupIn(t, group) => tier(t, group, "in"),
-    }
-}
-
-fn port_name(topology: &Topology, port: PortId) -> String {
-    let host = topology.ports[port.index()].host;
-    let mut ports = topology.ports_of(host);
-    match ports.next() {
-        Some(first) if topology.ports_of(host).count() > 1 => format!("{host} nic {}", port.0 - first.0),
-        _ => format!("{host} nic"),
-    }
 }
 
 /// The first line of every report: `f32[8,6]  A{tp:2}(tp,_) -> B{tp:3}(_,tp)   192 B in 6 transfers`.
@@ -91,15 +59,33 @@ pub fn place(problem: &Problem) -> String {
     format!("{} on {}", count(ranks.len(), "device"), count(hosts.len(), "host"))
 }
 
-/// A share of the whole time, in percent.
-pub fn busy_percent(link: &LinkUse, makespan_s: f64) -> f64 {
-    if makespan_s > 0.0 { 100.0 * link.busy_s() / makespan_s } else { 0.0 }
+/// The busiest links, the NICs of a host together, as lines of text.
+pub fn busiest_links(prediction: &Prediction, shown: usize) -> String {
+    let mut rows = links::by_host(&prediction.plan.problem, &prediction.trace);
+    if rows.is_empty() {
+        return String::new();
+    }
+    links::sort_busiest(&mut rows);
+    let mut table = Table::new("lr");
+    for row in rows.iter().take(shown) {
+        table.row([
+            row.name.clone(),
+            Bytes(row.bytes).to_string(),
+            format!("at {}", Rate(row.bytes_per_s)),
+            format!("busy {:.1} % of the time", percent(row.busy_s, prediction.seconds())),
+        ]);
+    }
+    format!("busiest links\n{}{}", table.render(2), and_more(rows.len(), shown, "link"))
+}
+
+/// A share of the whole, in percent.
+pub fn percent(part: f64, whole: f64) -> f64 {
+    if whole > 0.0 { 100.0 * part / whole } else { 0.0 }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crossmesh_core::cluster::{Cluster, Host};
     use crossmesh_core::id::Rank;
     use crossmesh_core::region::{Region, Span};
     use crossmesh_core::reshard::problem::Hosts;
@@ -122,15 +108,5 @@ mod tests {
         assert_eq!(traffic.len(), 1);
         assert_eq!(headline(&plan), "f32[8]  A{tp:2}(tp) -> B{tp:2}(_)   32 B in 2 transfers");
         assert_eq!(place(&plan.problem), "4 devices on 2 hosts");
-    }
-
-    #[test]
-    fn links_are_named_after_hosts() {
-        let hosts = vec![Host { nics: 2, ..Host::with_devices(2) }, Host::with_devices(2)];
-        let plan = two_rank_plan(Hosts::Described(Cluster::of_hosts(hosts)));
-        let name = |link| link_name(&plan.problem, link);
-        assert_eq!(name(Link::NicOut(PortId(1))), "h0 nic 1 out");
-        assert_eq!(name(Link::NicIn(PortId(2))), "h1 nic in");
-        assert_eq!(name(Link::LocalIn(Rank(3))), "r3 local in");
     }
 }

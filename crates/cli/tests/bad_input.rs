@@ -188,12 +188,14 @@ fn plan_documents_that_make_no_sense() {
     }
 }
 
+type Change<'a> = &'a dyn Fn(&mut Value);
+
 /// Readable, but wrong: the answer is no, not a failure.
 #[test]
 fn wrong_plans_are_answered_no() {
     let scratch = Scratch::new();
     let text = ok(&["explain", SRC, DST, "--format", "json"]).stdout;
-    let changes: [(&dyn Fn(&mut Value), &str); 5] = [
+    let changes: [(Change, &str); 5] = [
         (&|d| d["transfers"][0]["after"] = serde_json::json!([77]), "causality"),
         (&|d| d["transfers"][0]["src"] = 77.into(), "malformed"),
         (&|d| d["transfers"][0]["region"] = serde_json::json!([[0, 99], [0, 2]]), "malformed"),

@@ -53,9 +53,9 @@ fn replaying_the_transfers_fills_the_destination() {
             held[dst][row * 6 + col] = true;
         }
     }
-    for rank in 2..5 {
-        let wanted: Vec<bool> = (0..48).map(|e| (e % 6) / 2 == rank - 2).collect();
-        assert_eq!(held[rank], wanted, "r{rank}");
+    for (column, held) in held[2..].iter().enumerate() {
+        let wanted: Vec<bool> = (0..48).map(|e| (e % 6) / 2 == column).collect();
+        assert_eq!(*held, wanted, "r{}", column + 2);
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use crossmesh_core::reshard::Plan;
-use crossmesh_core::units::{Bytes, Rate, Seconds};
+use crossmesh_core::units::{Bytes, Seconds};
 
 use crate::Answer;
 use crate::input::{PlanArgs, ProblemArgs};
@@ -61,7 +61,7 @@ pub fn render(prediction: &Prediction) -> String {
     text += &tensors(plan);
     text += &host_pairs(plan);
     text += &transfers(plan);
-    text += &links(prediction);
+    text += &summary::busiest_links(prediction, 6);
     if !plan.reasons.is_empty() {
         text += "why\n";
         for reason in &plan.reasons {
@@ -131,24 +131,6 @@ fn transfers(plan: &Plan) -> String {
         table.row([format!("t{id}"), way, region, Bytes(t.bytes).to_string(), link.into(), notes.join(", ")]);
     }
     format!("transfers\n{}", table.render(2))
-}
-
-fn links(prediction: &Prediction) -> String {
-    const SHOWN: usize = 6;
-    let links = summary::busiest_links(&prediction.trace);
-    if links.is_empty() {
-        return String::new();
-    }
-    let mut table = Table::new("lr");
-    for link in links.iter().take(SHOWN) {
-        table.row([
-            summary::link_name(&prediction.plan.problem, link.link),
-            Bytes(link.bytes).to_string(),
-            format!("at {}", Rate(link.bytes_per_s)),
-            format!("busy {:.1} % of the time", summary::busy_percent(link, prediction.seconds())),
-        ]);
-    }
-    format!("busiest links\n{}{}", table.render(2), and_more(links.len(), SHOWN, "link"))
 }
 
 fn figures(prediction: &Prediction) -> String {

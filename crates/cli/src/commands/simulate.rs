@@ -6,13 +6,14 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::reshard::Plan;
-use crossmesh_core::units::{Bytes, Rate, Seconds};
+use crossmesh_core::units::Seconds;
 use serde::Serialize;
 
 use crate::Answer;
 use crate::chrome;
 use crate::input::{HostArgs, PlanFile, read_plan};
-use crate::output::{self, Format, Table, count};
+use crate::links::{self, Row};
+use crate::output::{self, Format, count};
 use crate::predict::{Prediction, Violation};
 use crate::summary;
 
@@ -98,17 +99,7 @@ fn render(prediction: &Prediction) -> String {
     let plan = &prediction.plan;
     let mut text = format!("simulate {}\n", summary::headline(plan));
     let _ = writeln!(text, "  strategy {}, {}", plan.strategy, summary::place(&plan.problem));
-    let mut table = Table::new("lr");
-    for link in summary::busiest_links(&prediction.trace).iter().take(8) {
-        table.row([
-            summary::link_name(&plan.problem, link.link),
-            Bytes(link.bytes).to_string(),
-            format!("at {}", Rate(link.bytes_per_s)),
-            format!("busy {:.1} % of the time", summary::busy_percent(link, prediction.seconds())),
-        ]);
-    }
-    text += "busiest links\n";
-    text += &table.render(2);
+    text += &summary::busiest_links(prediction, 8);
     let reason = &prediction.bound.reason;
     let colon = if reason.is_empty() { "" } else { ": " };
     let _ = writeln!(text, "lower bound  {}{colon}{reason}", Seconds(prediction.bound.seconds));
@@ -118,8 +109,8 @@ fn render(prediction: &Prediction) -> String {
 }
 
 fn simulation(prediction: &Prediction) -> Simulation {
-    let name = |link| summary::link_name(&prediction.plan.problem, link);
-    let links = summary::busiest_links(&prediction.trace);
+    let mut rows = links::one_by_one(&prediction.plan.problem, &prediction.trace);
+    links::sort_busiest(&mut rows);
     Simulation {
         schema: "crossmesh.simulation/1",
         strategy: prediction.plan.strategy.clone(),
@@ -128,14 +119,12 @@ fn simulation(prediction: &Prediction) -> Simulation {
         over_bound: Some(prediction.ratio()).filter(|r| r.is_finite()),
         bound_reason: prediction.bound.reason.clone(),
         peak_extra_bytes: prediction.peak_extra_bytes(),
-        links: links
-            .iter()
-            .map(|l| LinkReport {
-                link: name(l.link),
-                bytes: l.bytes,
-                bytes_per_s: l.bytes_per_s,
-                busy_s: l.busy_s(),
-            })
-            .collect(),
+        links: rows.into_iter().map(LinkReport::from).collect(),
+    }
+}
+
+impl From<Row> for LinkReport {
+    fn from(row: Row) -> Self {
+        Self { link: row.name, bytes: row.bytes, bytes_per_s: row.bytes_per_s, busy_s: row.busy_s }
     }
 }

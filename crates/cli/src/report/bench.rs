@@ -66,8 +66,9 @@ fn furthest(results: &Results) -> Option<(String, f64)> {
 }
 
 fn table(results: &Results) -> String {
-    let mut html =
-        String::from("<table>\n<tr><th>case</th><th class=\"num\">bytes</th><th class=\"num\">bound</th>");
+    let mut html = String::from(
+        "<table class=\"tight\">\n<tr><th>case</th><th class=\"num\">bytes</th><th class=\"num\">bound</th>",
+    );
     for s in results.cases.first().map_or(&[][..], |c| &c.strategies) {
         let _ = write!(html, "<th class=\"num\">{}</th>", s.strategy.replace("broadcast:", "bc:"));
     }

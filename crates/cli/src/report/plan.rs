@@ -117,23 +117,13 @@ fn section(title: &str, note: &str, content: &str) -> String {
 }
 
 fn timelines(prediction: &Prediction) -> String {
-    let shown = timeline::rows(prediction).len();
-    let all = prediction.trace.links.iter().filter(|l| !is_local(l.link)).count();
-    let left_out = match all - shown {
-        0 => String::new(),
-        more => format!(" The {} least busy of {all} links are left out.", count(more, "row")),
-    };
     let note = format!(
         "The share of each NIC's rate in use, as height: <span style=\"color:var(--out)\">out</span> and \
          <span style=\"color:var(--in)\">in</span>. The dashed line is the lower bound, the solid one the predicted \
-         end.{left_out}"
+         end. Where links are many, the NICs of a host are one row, and at most {} rows are shown.",
+        timeline::MAX_ROWS
     );
     section("NICs over time", &note, &timeline::render(prediction))
-}
-
-fn is_local(link: crossmesh_core::trace::Link) -> bool {
-    use crossmesh_core::trace::Link;
-    matches!(link, Link::LocalOut(_) | Link::LocalIn(_))
 }
 
 fn transfers(plan: &Plan) -> String {
@@ -172,7 +162,7 @@ fn transfers(plan: &Plan) -> String {
 
 /// The figures behind the pictures. Timelines of large plans stay out: the trace is the place for them.
 fn data(prediction: &Prediction) -> Value {
-    const MAX_BUSY: usize = 20_000;
+    const MAX_BUSY: usize = 400;
     let plan = &prediction.plan;
     let traffic: Vec<Value> = summary::host_traffic(plan)
         .into_iter()
@@ -185,8 +175,7 @@ fn data(prediction: &Prediction) -> Value {
                 true => vec![],
                 false => l.busy.iter().map(|b| [b.start_s, b.end_s, b.share]).collect(),
             };
-            let name = summary::link_name(&plan.problem, l.link);
-            json!({ "link": name, "bytes": l.bytes, "bytes_per_s": l.bytes_per_s, "busy": busy })
+            json!({ "link": l.name, "bytes": l.bytes, "bytes_per_s": l.bytes_per_s, "busy": busy })
         })
         .collect();
     json!({

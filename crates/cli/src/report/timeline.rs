@@ -8,9 +8,10 @@
 
 use std::fmt::Write as _;
 
-use crossmesh_core::trace::{Busy, Link, LinkUse};
-use crossmesh_core::units::{Bytes, Seconds};
+use crossmesh_core::trace::Busy;
+use crossmesh_core::units::{Bytes, Rate, Seconds};
 
+use crate::links::{self, Kind, Row};
 use crate::predict::Prediction;
 use crate::summary;
 
@@ -26,32 +27,29 @@ const WIDTH: f64 = 800.0;
 const ROW: f64 = 24.0;
 const TOP: f64 = 40.0;
 
-/// The rows: NICs and tiers in order of host, at most [`MAX_ROWS`] of the busiest.
-pub fn rows(prediction: &Prediction) -> Vec<&LinkUse> {
-    let network = |l: &&LinkUse| !matches!(l.link, Link::LocalOut(_) | Link::LocalIn(_));
-    let mut rows: Vec<&LinkUse> =
-        summary::busiest_links(&prediction.trace).into_iter().filter(network).take(MAX_ROWS).collect();
-    rows.sort_by_key(|l| order(l.link));
+/// The rows: NICs and tiers in order of host. Where there are too many, the NICs of a host are one row; where there
+/// still are, the busiest stay, as many outgoing as incoming.
+pub fn rows(prediction: &Prediction) -> Vec<Row> {
+    let (problem, trace) = (&prediction.plan.problem, &prediction.trace);
+    let network = |rows: Vec<Row>| rows.into_iter().filter(|r| r.kind != Kind::Local).collect::<Vec<_>>();
+    let mut rows = network(links::one_by_one(problem, trace));
+    if rows.len() > MAX_ROWS {
+        rows = network(links::by_host(problem, trace));
+    }
+    if rows.len() > MAX_ROWS {
+        links::sort_busiest(&mut rows);
+        let (outs, others): (Vec<Row>, Vec<Row>) = rows.into_iter().partition(|r| r.kind == Kind::Out);
+        rows = outs.into_iter().take(MAX_ROWS / 2).chain(others.into_iter().take(MAX_ROWS / 2)).collect();
+    }
+    links::sort_by_host(&mut rows);
     rows
 }
 
-/// A NIC's two directions stand together; tiers come last.
-fn order(link: Link) -> (u8, u32, u32, u8) {
-    match link {
-        Link::NicOut(p) => (0, p.0, 0, 0),
-        Link::NicIn(p) => (0, p.0, 0, 1),
-        Link::LocalOut(r) => (1, r.0, 0, 0),
-        Link::LocalIn(r) => (1, r.0, 0, 1),
-        Link::GroupOut(t, g) => (2, t, g, 0),
-        Link::GroupIn(t, g) => (2, t, g, 1),
-    }
-}
-
-fn class(link: Link) -> &'static str {
-    match link {
-        Link::NicOut(_) | Link::LocalOut(_) => "out",
-        Link::NicIn(_) | Link::LocalIn(_) => "in",
-        Link::GroupOut(..) | Link::GroupIn(..) => "group",
+fn class(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Out => "out",
+        Kind::In => "in",
+        Kind::Tier | Kind::Local => "group",
     }
 }
 
@@ -95,31 +93,31 @@ fn mark(x: f64, bottom: f64, class: &str, label: &str, dx: f64, anchor: &str) ->
     )
 }
 
-fn row(prediction: &Prediction, link: &LinkUse, y: f64, x: &dyn Fn(f64) -> f64) -> String {
-    let name = summary::link_name(&prediction.plan.problem, link.link);
-    let percent = summary::busy_percent(link, prediction.seconds());
+fn row(prediction: &Prediction, row: &Row, y: f64, x: &dyn Fn(f64) -> f64) -> String {
+    let name = &row.name;
+    let percent = summary::percent(row.bytes as f64 / row.bytes_per_s, prediction.seconds());
     let (base, full) = (y + ROW - 3.0, ROW - 6.0);
     let mut path = String::new();
-    for busy in resampled(&link.busy, prediction.seconds()) {
+    for busy in resampled(&row.busy, prediction.seconds()) {
         let top = base - full * busy.share.clamp(0.0, 1.0);
         let (x0, x1) = (x(busy.start_s), x(busy.end_s));
         let _ = write!(path, "M{x0:.2} {base:.1}V{top:.1}H{x1:.2}V{base:.1}Z");
     }
     format!(
-        "<g><title>{name}: {} of {}, busy {percent:.1} % of the time</title>\n\
+        "<g><title>{name}: {} at {}, busy {percent:.1} % of the time</title>\n\
          <text x=\"{}\" y=\"{}\" text-anchor=\"end\">{name}</text>\n\
          <rect class=\"track\" x=\"{LEFT}\" y=\"{:.1}\" width=\"{WIDTH}\" height=\"{full:.1}\"/>\n\
          <path class=\"{}\" d=\"{path}\"/>\n\
          <text class=\"soft\" x=\"{}\" y=\"{}\">{percent:.0} %  {}</text></g>\n",
-        Bytes(link.bytes),
-        Seconds(link.busy_s()),
+        Bytes(row.bytes),
+        Rate(row.bytes_per_s),
         LEFT - 10.0,
         base - 4.0,
         y + 3.0,
-        class(link.link),
+        class(row.kind),
         LEFT + WIDTH + 8.0,
         base - 4.0,
-        Bytes(link.bytes),
+        Bytes(row.bytes),
     )
 }
 
@@ -164,15 +162,5 @@ mod tests {
         assert_eq!(coarse.len(), MAX_STEPS);
         assert!((area(&coarse) / area(&busy) - 1.0).abs() < 1e-9);
         assert_eq!(resampled(&busy[..10], n as f64), &busy[..10]);
-    }
-
-    #[test]
-    fn a_nics_directions_stand_together() {
-        use crossmesh_core::id::PortId;
-        let mut links =
-            [Link::GroupOut(0, 0), Link::NicIn(PortId(0)), Link::NicOut(PortId(1)), Link::NicOut(PortId(0))];
-        links.sort_by_key(|l| order(*l));
-        assert_eq!(links[..2], [Link::NicOut(PortId(0)), Link::NicIn(PortId(0))]);
-        assert_eq!(links[3], Link::GroupOut(0, 0));
     }
 }
