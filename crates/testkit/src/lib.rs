@@ -1,3 +1,4 @@
 //! Helps tests: random problems, brute-force oracles, mutated plans.
 
 pub mod arb;
+pub mod fuzz;
