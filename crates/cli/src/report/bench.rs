@@ -155,3 +155,52 @@ fn bars(case: &CaseResult) -> String {
         escape(&case.name)
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::bench::Worst;
+
+    fn strategy(strategy: &'static str, over_bound: Option<f64>) -> StrategyResult {
+        StrategyResult {
+            strategy,
+            predicted_s: over_bound.map(|o| o * 0.5),
+            over_bound,
+            peak_extra_bytes: Some(0),
+            t: None,
+            reference_t: None,
+            why_not: over_bound.is_none().then(|| "cannot".to_string()),
+        }
+    }
+
+    fn results() -> Results {
+        let case = CaseResult {
+            name: "a <case>".into(),
+            about: String::new(),
+            bytes: 1024,
+            devices: 4,
+            hosts: 2,
+            lower_bound_s: 0.5,
+            bound_reason: String::new(),
+            strategies: vec![
+                strategy("sendrecv", Some(15.0)),
+                strategy("allgather", None),
+                strategy("flow", Some(1.0)),
+            ],
+        };
+        let worst_flow = Some(Worst { case: "a <case>".into(), over_bound: 1.0 });
+        let (suite, about) = ("mine".into(), String::new());
+        Results { schema: "crossmesh.bench/1", suite, about, seed: 0, cases: vec![case], worst_flow }
+    }
+
+    #[test]
+    fn a_bar_a_strategy_and_the_bound_as_a_line() {
+        let html = render(&results(), vec![]);
+        assert_eq!(html.matches("class=\"bar\"").count(), 1);
+        assert_eq!(html.matches("class=\"ours\"").count(), 1);
+        assert_eq!(html.matches("class=\"boundline\"").count(), 1);
+        assert_eq!(html.matches("class=\"clip\"").count(), 1, "15 times the bound is cut");
+        assert!(html.contains("no plan") && html.contains("title=\"cannot\""));
+        assert!(html.contains("a &lt;case&gt;") && !html.contains("<case>"));
+    }
+}

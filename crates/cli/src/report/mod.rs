@@ -25,8 +25,8 @@ pub struct Page {
 
 impl Page {
     pub fn render(&self) -> String {
-        // Inside a script element only `</` could end it early.
-        let data = self.data.to_string().replace("</", "<\\/");
+        // A `<` stands only in strings of the JSON; escaped, it can neither end the script element nor open a comment.
+        let data = self.data.to_string().replace('<', "\\u003c");
         let mut footer = String::new();
         for line in &self.footer {
             let _ = writeln!(footer, "<div>{}</div>", escape(line));
@@ -107,7 +107,7 @@ mod tests {
         };
         let html = page.render();
         assert!(html.contains("<title>a &lt; b</title>"));
-        assert!(html.contains("<\\/script>"));
+        assert!(html.contains("\\u003c/script>"));
         assert_eq!(html.matches("</script>").count(), 1);
         assert!(html.contains("&lt;i&gt;"));
     }

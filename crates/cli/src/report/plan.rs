@@ -190,3 +190,59 @@ fn data(prediction: &Prediction) -> Value {
         "links": links,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crossmesh_core::reshard::{PlanOptions, Problem};
+
+    fn report(src: &str, dst: &str) -> (Prediction, String) {
+        let problem = Problem::pair(src.parse().unwrap(), dst.parse().unwrap()).unwrap();
+        let prediction = Prediction::of_problem(&problem, &PlanOptions::default()).unwrap();
+        let html = render(&prediction, vec!["crossmesh explain …".into()]);
+        (prediction, html)
+    }
+
+    fn data_of(html: &str) -> Value {
+        let data = html.split("id=\"data\">").nth(1).unwrap().split("</script>").next().unwrap();
+        serde_json::from_str(data).unwrap()
+    }
+
+    #[test]
+    fn pictures_show_what_the_data_says() {
+        let (prediction, html) =
+            report("i32[64,64,64]@A{host:2,gpu:4}(_,host,_)", "i32[64,64,64]@B{host:2,gpu:4}(host,_,_)");
+        let data = data_of(&html);
+        assert_eq!(data["predicted_s"], prediction.seconds());
+        assert_eq!(data["lower_bound_s"], prediction.bound.seconds);
+        assert_eq!(data["num_transfers"], prediction.plan.transfers().len());
+        // Two senders to two receivers over NICs, and two hosts that share inside.
+        let traffic = data["traffic"].as_array().unwrap();
+        assert_eq!(traffic.iter().filter(|t| t["from"] != t["to"]).count(), 4);
+        assert_eq!(html.matches("<rect class=\"out\"").count(), 4);
+        assert_eq!(html.matches("<rect class=\"local\"").count(), 2);
+        // A NIC out of each sender, a NIC into each receiver; one bound and one end.
+        assert_eq!(data["links"].as_array().unwrap().len(), 4);
+        assert_eq!(html.matches("<path class=\"out\"").count(), 2);
+        assert_eq!(html.matches("<path class=\"in\"").count(), 2);
+        assert_eq!(html.matches("class=\"boundline\"").count(), 1);
+        assert_eq!(html.matches("class=\"endline\"").count(), 1);
+        assert_eq!(html.matches("<tr><td>t").count(), prediction.plan.transfers().len());
+        assert!(html.contains("<div>crossmesh explain …</div>"));
+    }
+
+    #[test]
+    fn nothing_to_move_is_still_a_page() {
+        let (_, html) = report("f32[8]@A{tp:2}(tp)", "f32[8]@A{tp:2}(tp)");
+        assert!(html.ends_with("</html>\n") && !html.contains("NaN") && !html.contains("inf"));
+        assert_eq!(data_of(&html)["bytes_moved"], 0);
+    }
+
+    #[test]
+    fn long_lists_are_cut() {
+        let (prediction, html) = report("f32[64,64]@A{tp:16}(tp,_)", "f32[64,64]@B{tp:16}(_,tp)");
+        assert_eq!(prediction.plan.transfers().len(), 256);
+        assert_eq!(html.matches("<tr><td>t").count(), LISTED);
+        assert!(html.contains("The first 200 of 256."));
+    }
+}
