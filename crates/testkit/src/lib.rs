@@ -1,4 +1,5 @@
 //! Helps tests: random problems, brute-force oracles, mutated plans.
 
 pub mod arb;
+pub mod big;
 pub mod fuzz;

@@ -183,13 +183,8 @@ fn scatter_gather(
     let n = slicing.num_slices() as usize;
     let mut arrived: Vec<Vec<Vec<Arrived>>> =
         units.dst_tiles.iter().map(|_| (0..n).map(|_| vec![]).collect()).collect();
-    let mut tasks_of_tile = vec![0usize..0; units.dst_tiles.len()];
-    for (i, task) in units.tasks.iter().enumerate() {
-        let range = &mut tasks_of_tile[task.dst_tile as usize];
-        *range = if range.is_empty() { i..i + 1 } else { range.start..i + 1 };
-    }
     for slice in slices(layout, slicing) {
-        for task in &units.tasks[tasks_of_tile[slice.dst_tile].clone()] {
+        for task in units.tasks_of(slice.dst_tile) {
             for piece in units.boxes(task).iter().filter_map(|b| b.intersect(&slice.region)) {
                 let got = scatter(draft, units, slicing, &slice, task.src_tile, piece, loads);
                 arrived[slice.dst_tile][slice.index as usize].push(got);
@@ -298,7 +293,7 @@ impl Hop<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reshard::testing::{pairs, problem, seconds_of_t};
+    use crate::reshard::testing::{in_t, pairs, problem};
 
     fn plan_of(src: &str, dst: &str) -> Plan {
         plan(&problem(&[(src, dst)]), &PlanOptions::default()).unwrap()
@@ -343,14 +338,14 @@ mod tests {
         // Slice 0 arrives by transfer 0, moves on by 3, and from there by 6.
         assert_eq!((after(3), after(6)), (vec![0], vec![3]));
         assert_eq!(plan.regions()[plan.transfers()[6].region.index()].to_string(), "[0:2]");
-        assert_eq!(seconds_of_t(&plan), 1.0);
+        assert_eq!(in_t(&plan), 1.0);
     }
 
     #[test]
     fn leftover_replicas_get_the_slice_again() {
         let plan = plan_of("f32[8]@A{x:1,y:1}(_)", "f32[8]@B{x:1,y:6}(_)");
         assert_eq!(plan.transfers().iter().filter(|t| plan.crosses_hosts(t)).count(), 6);
-        assert_eq!(seconds_of_t(&plan), 3.0);
+        assert_eq!(in_t(&plan), 3.0);
     }
 
     #[test]

@@ -1,19 +1,16 @@
 //! The paper's cases under the baselines, against the latencies known for them, in units of t: the time of the whole
-//! tensor through one NIC.
+//! tensor through one NIC. The clock is the slow one of [`super::testing`]; `tests/paper_table.rs` has the same table at
+//! its real sizes under the simulator.
 
-use super::plan::Plan;
 use super::strategy::{PlanOptions, Scheduler, Strategy, plan};
-use super::testing::{problem, seconds_of_t};
+use super::testing::{in_t, problem};
 
 /// Small shapes that divide as the real ones do; the time in t does not depend on the size.
 const TENSOR: &str = "i32[64,64,8]";
 
 fn t(src: &str, dst: &str, strategy: Strategy) -> f64 {
-    seconds_of_t(&plan_with(src, dst, strategy, 0))
-}
-
-fn plan_with(src: &str, dst: &str, strategy: Strategy, seed: u64) -> Plan {
-    plan(&problem(&[(src, dst)]), &PlanOptions { strategy, seed, ..PlanOptions::default() }).unwrap()
+    let options = PlanOptions { strategy, ..PlanOptions::default() };
+    in_t(&plan(&problem(&[(src, dst)]), &options).unwrap())
 }
 
 #[test]
@@ -73,16 +70,10 @@ fn many_devices_to_many() {
 }
 
 #[test]
-fn ranges_of_the_table_hold() {
+fn the_range_of_the_table_holds() {
     let (src, dst) = (format!("{TENSOR}@A{{x:2,y:4}}(y,_,_)"), format!("{TENSOR}@B{{x:2,y:4}}(x,_,_)"));
     let balance = t(&src, &dst, Strategy::Broadcast(Scheduler::Balance));
     assert!((0.75..=1.0).contains(&balance), "{balance}");
-    // Case 4 on hosts takes half a t; devices, which take one op at a time, stretch that.
-    let (src, dst) = (format!("{TENSOR}@A{{x:2,y:4}}(_,x+y,_)"), format!("{TENSOR}@B{{x:2,y:4}}(x+y,_,_)"));
-    for seed in 0..5 {
-        let greedy = seconds_of_t(&plan_with(&src, &dst, Strategy::Broadcast(Scheduler::Greedy), seed));
-        assert!((0.5..=0.66).contains(&greedy), "seed {seed}: {greedy}");
-    }
 }
 
 #[test]

@@ -72,7 +72,7 @@ impl<'a> SenderLoads<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reshard::testing::{pairs, problem, seconds_of_t};
+    use crate::reshard::testing::{in_t, pairs, problem};
 
     fn plan_of(tensors: &[(&str, &str)]) -> Plan {
         plan(&problem(tensors), &PlanOptions::default()).unwrap()
@@ -126,7 +126,7 @@ mod tests {
     fn a_box_for_many_devices_costs_a_copy_each() {
         for (dst, t) in [("{x:1,y:3}", 3.0), ("{x:2,y:2}", 4.0), ("{x:4,y:2}", 8.0)] {
             let (src, dst) = ("f32[1024]@A{x:1,y:1}(_)", format!("f32[1024]@B{dst}(_)"));
-            assert_eq!(seconds_of_t(&plan_of(&[(src, &dst)])), t, "{dst}");
+            assert_eq!(in_t(&plan_of(&[(src, &dst)])), t, "{dst}");
         }
     }
 }

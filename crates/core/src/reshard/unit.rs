@@ -86,6 +86,13 @@ impl UnitTasks {
         Ok(all)
     }
 
+    /// The tasks of one destination tile.
+    pub fn tasks_of(&self, dst_tile: usize) -> &[UnitTask] {
+        let start = self.tasks.partition_point(|t| (t.dst_tile as usize) < dst_tile);
+        let len = self.tasks[start..].partition_point(|t| t.dst_tile as usize == dst_tile);
+        &self.tasks[start..][..len]
+    }
+
     pub fn boxes(&self, task: &UnitTask) -> &[Region] {
         &self.boxes[task.boxes.clone()]
     }

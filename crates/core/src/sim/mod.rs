@@ -87,8 +87,11 @@ enum Due {
     Finish,
     /// A full chunk of its message.
     Chunk,
-    /// The bytes that have arrived so far of the message it follows.
+    /// The bytes that have arrived so far of the message it follows: from here it stays with it.
     CatchUp,
+    /// A chunk more behind that message than it has to be: from here it is on its own again. The distance between the
+    /// two keeps a channel from changing its mind forever at one moment in time.
+    FallBehind,
 }
 
 /// How far a message is.
@@ -285,6 +288,11 @@ impl Sim {
                         self.network.touch(channel);
                         self.predict(channel);
                     }
+                    Due::FallBehind => {
+                        self.network.follow(channel, None);
+                        self.network.touch(channel);
+                        self.predict(channel);
+                    }
                 }
             }
         }
@@ -404,13 +412,6 @@ impl Sim {
             state.updated_s = self.now_s;
         }
         for (channel, _) in changed.drain(..) {
-            let leader = self.network.flows[channel as usize].leader;
-            let slower = |l: u32| {
-                self.network.flows[channel as usize].rate < self.network.flows[l as usize].rate * (1.0 - 1e-9)
-            };
-            if leader.is_some_and(slower) {
-                self.network.follow(channel, None);
-            }
             self.predict(channel);
             let Some(message) = self.head(channel) else { continue };
             for i in 0..self.wiring.followers.of(message).len() {
@@ -440,11 +441,13 @@ impl Sim {
         if has_followers && !self.progress[message as usize].chunk_sent {
             next = next.min((Ordered((self.chunk - sent).max(0.0) / rate), Due::Chunk));
         }
-        let free = self.network.flows[channel as usize].leader.is_none();
-        if let Some((left, by)) = self.lead(message).filter(|_| free) {
-            let lead_rate = by.map_or(0.0, |l| self.network.flows[l as usize].rate);
-            if rate > lead_rate * (1.0 + 1e-12) {
-                next = next.min((Ordered(left / (rate - lead_rate)), Due::CatchUp));
+        if let Some((left, by)) = self.lead(message) {
+            let gain = rate - by.map_or(0.0, |l| self.network.flows[l as usize].rate);
+            let tied = self.network.flows[channel as usize].leader.is_some();
+            if !tied && gain > 1e-9 * rate {
+                next = next.min((Ordered(left / gain), Due::CatchUp));
+            } else if tied && -gain > 1e-9 * rate {
+                next = next.min((Ordered((self.chunk - left).max(0.0) / -gain), Due::FallBehind));
             }
         }
         let version = self.channels[channel as usize].version;

@@ -1,5 +1,5 @@
 use super::*;
-use crate::reshard::testing::{pairs, problem, seconds_of_t};
+use crate::reshard::testing::{in_t, pairs, problem};
 
 pub(super) fn host_task(senders: &[usize], receivers: &[usize], bytes: u64) -> HostTask {
     let hosts = |v: &[usize]| v.iter().copied().map(HostId::at).collect();
@@ -48,7 +48,7 @@ fn a_chain_runs_host_by_host() {
     let after: Vec<Vec<u32>> =
         p.transfers().iter().map(|t| p.after(t).iter().map(|id| id.0).collect()).collect();
     assert_eq!(after, [vec![], vec![0], vec![1], vec![2]]);
-    assert_eq!(seconds_of_t(&p), 1.0);
+    assert_eq!(in_t(&p), 1.0);
 }
 
 #[test]
