@@ -133,11 +133,11 @@ fn joint_use(links: &[&LinkUse], bytes_per_s: f64) -> Vec<Busy> {
     busy
 }
 
-/// A link as people speak of it: `h0 nic out`, `h3 nic 2 in`, `r5 local out`, `tier leaf group 1 out`.
+/// A link as people speak of it: `h0 nic out`, `h3 nic 2 in`, `r5 local out`, `leaf 1 out` (tier and group).
 pub fn name(problem: &Problem, link: Link) -> String {
     let tier = |tier: u32, group: u32, way| {
         let name = problem.cluster.tiers.get(tier as usize).map_or("", |t| t.name.as_str());
-        format!("tier {name} group {group} {way}")
+        format!("{name} {group} {way}")
     };
     match link {
         Link::NicOut(port) => format!("{} out", port_name(&problem.topology, port)),

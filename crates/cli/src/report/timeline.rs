@@ -15,7 +15,7 @@ use crate::links::{self, Kind, Row};
 use crate::predict::Prediction;
 use crate::summary;
 
-use super::ticks;
+use super::{escape, ticks};
 
 /// More rows than this are left out, the least busy ones.
 pub const MAX_ROWS: usize = 48;
@@ -94,7 +94,7 @@ fn mark(x: f64, bottom: f64, class: &str, label: &str, dx: f64, anchor: &str) ->
 }
 
 fn row(prediction: &Prediction, row: &Row, y: f64, x: &dyn Fn(f64) -> f64) -> String {
-    let name = &row.name;
+    let (name, label) = (escape(&row.name), escape(&shortened(&row.name)));
     let percent = summary::percent(row.bytes as f64 / row.bytes_per_s, prediction.seconds());
     let (base, full) = (y + ROW - 3.0, ROW - 6.0);
     let mut path = String::new();
@@ -105,7 +105,7 @@ fn row(prediction: &Prediction, row: &Row, y: f64, x: &dyn Fn(f64) -> f64) -> St
     }
     format!(
         "<g><title>{name}: {} at {}, busy {percent:.1} % of the time</title>\n\
-         <text x=\"{}\" y=\"{}\" text-anchor=\"end\">{name}</text>\n\
+         <text x=\"{}\" y=\"{}\" text-anchor=\"end\">{label}</text>\n\
          <rect class=\"track\" x=\"{LEFT}\" y=\"{:.1}\" width=\"{WIDTH}\" height=\"{full:.1}\"/>\n\
          <path class=\"{}\" d=\"{path}\"/>\n\
          <text class=\"soft\" x=\"{}\" y=\"{}\">{percent:.0} %  {}</text></g>\n",
@@ -119,6 +119,15 @@ fn row(prediction: &Prediction, row: &Row, y: f64, x: &dyn Fn(f64) -> f64) -> St
         base - 4.0,
         Bytes(row.bytes),
     )
+}
+
+/// What fits to the left of a row; tiers may have long names.
+fn shortened(name: &str) -> String {
+    const CHARS: usize = 18;
+    match name.chars().count() > CHARS {
+        true => name.chars().take(CHARS - 1).chain(['…']).collect(),
+        false => name.to_string(),
+    }
 }
 
 /// The stretches themselves, or their average over buckets where there are more than pixels.
@@ -146,6 +155,12 @@ fn resampled(busy: &[Busy], end_s: f64) -> Vec<Busy> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_names_are_cut() {
+        assert_eq!(shortened("h0 nic out"), "h0 nic out");
+        assert_eq!(shortened("a very long tier 12 out"), "a very long tier …");
+    }
 
     #[test]
     fn averaging_keeps_the_area() {
