@@ -9,5 +9,18 @@ fn main() {
     eprintln!("planned {} chunk {} {:?}", plan.transfers().len(), plan.chunk_bytes, plan.reasons);
     let t = simulate(&lower(&plan), &p.cluster).unwrap();
     eprintln!("{}", t.makespan_s / b.seconds);
-    if a.len() > 3 { for t in plan.transfers() { println!("{} -> {} lane {} {} {} w{} {:?}", t.src, t.dst, t.lane, plan.region(t), t.bytes, t.weight, plan.after(t)); } }
+    if a.len() > 3 {
+        for t in plan.transfers() {
+            println!(
+                "{} -> {} lane {} {} {} w{} {:?}",
+                t.src,
+                t.dst,
+                t.lane,
+                plan.region(t),
+                t.bytes,
+                t.weight,
+                plan.after(t)
+            );
+        }
+    }
 }

@@ -14,7 +14,8 @@ const WAYS: [Way; 3] = [Way::Direct, Way::Chain, Way::Ordered];
 fn plans(problem: &Problem) -> Vec<Plan> {
     let mut plans: Vec<Plan> = WAYS.map(|way| simple::plan(problem, way)).into();
     let partial = problem.reshards.iter().any(|r| r.src.layout.num_contributions() > 1);
-    for strategy in Strategy::CONCRETE.into_iter().filter(|_| !partial) {
+    // `flow` plans partial sums once it has learned to; the others say that they cannot.
+    for strategy in Strategy::CONCRETE.into_iter().filter(|s| !partial || *s != Strategy::Flow) {
         match plan(problem, &PlanOptions { strategy, ..PlanOptions::default() }) {
             Ok(plan) => plans.push(plan),
             Err(PlanError::CannotReduce { .. }) => {}
