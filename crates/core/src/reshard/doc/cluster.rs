@@ -56,6 +56,8 @@ fn is_one(count: &u32) -> bool {
 
 /// More hosts, or devices or NICs in one host, than this is taken for a damaged file.
 const MAX_COUNT: u32 = 1 << 16;
+/// And so are more devices in all: as many as a mesh may have.
+const MAX_DEVICES: u64 = crate::mesh::MAX_MESH_LEN;
 
 impl ClusterDoc {
     pub fn new(cluster: &Cluster) -> Self {
@@ -66,10 +68,15 @@ impl ClusterDoc {
 
     pub fn to_cluster(&self) -> Result<Cluster, PlanDocError> {
         let mut hosts = Vec::new();
+        let mut devices = 0;
         for run in &self.hosts {
             let host = run.to_host()?;
             if run.count == 0 || hosts.len() as u64 + u64::from(run.count) > u64::from(MAX_COUNT) {
                 return Err(bad("hosts[].count", run.count));
+            }
+            devices += u64::from(run.count) * u64::from(run.devices);
+            if devices > MAX_DEVICES {
+                return Err(bad("hosts[].devices", run.devices));
             }
             hosts.extend(std::iter::repeat_n(host, run.count as usize));
         }
