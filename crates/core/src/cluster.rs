@@ -8,12 +8,14 @@
 //!                       ports    0  |  1                              port     0, four NICs wide
 //! ```
 //!
+//! [`toml_file`] has the schema of cluster files.
+//!
 //! Devices of one host reach each other over local links, one each way per device.
 
 use crate::id::{HostId, PortId, Rank};
 
 mod table;
-mod toml_file;
+pub mod toml_file;
 
 pub use toml_file::{ClusterError, MAX_CLUSTER_DEVICES, MAX_HOSTS, MAX_NICS, MAX_TIERS};
 

@@ -84,7 +84,7 @@ pub struct Op {
 pub enum OpKind {
     Send {
         to: Rank,
-        lane: Rank,
+        lane: u32,
         tag: u32,
         weight: u64,
         from: Buffer,
@@ -92,7 +92,7 @@ pub enum OpKind {
     /// With `reduce`, what arrives is combined with what the buffer has.
     Recv {
         from: Rank,
-        lane: Rank,
+        lane: u32,
         tag: u32,
         into: Buffer,
         reduce: bool,

@@ -7,9 +7,6 @@ use crossmesh_testkit::big;
 /// Predicted time over the bound, for one seed.
 fn gap(seed: u64) -> f64 {
     let (src, dst) = big::pair(seed);
-    if std::env::var("V").is_ok() {
-        eprintln!("{seed} '{src}' '{dst}'");
-    }
     let problem = Problem::pair(src.parse().unwrap(), dst.parse().unwrap()).unwrap();
     let bound = lower_bound(&problem).unwrap();
     let plan = plan(&problem, &PlanOptions::default()).unwrap();
@@ -20,20 +17,7 @@ fn gap(seed: u64) -> f64 {
     }
     let gap = trace.makespan_s / bound.seconds;
     assert!(gap > 1.0 - 1e-6, "{src} -> {dst} beats the bound: {gap}");
-    if gap > 1.02 {
-        println!(
-            "{seed} {gap:.4} {src} {dst} {} n={} c={} {:?}",
-            bound.reason,
-            plan.transfers().len(),
-            plan.chunk_bytes,
-            plan.reasons
-        )
-    }
-    assert!(
-        true || gap <= 1.05,
-        "seed {seed}: {src} -> {dst} takes {gap:.4} times the bound ({})",
-        bound.reason
-    );
+    assert!(gap <= 1.05, "seed {seed}: {src} -> {dst} takes {gap:.4} times the bound ({})", bound.reason);
     gap
 }
 

@@ -2,6 +2,7 @@
 
 pub mod arb;
 pub mod big;
+pub mod fuzz;
 pub mod mutate;
 pub mod replay;
 pub mod seed;

@@ -47,6 +47,9 @@ pub const MAX_HOSTS: u64 = 1 << 17;
 /// More switch levels than this is taken for a typing mistake.
 pub const MAX_TIERS: usize = 8;
 
+/// Uplinks outside of this come from a mistaken ratio, and would overflow the times computed from them.
+const UPLINKS_BYTES_PER_S: std::ops::RangeInclusive<f64> = 0.125..=1e30;
+
 const TOP_KEYS: &[&str] = &["latency", "local_latency", "host", "tier"];
 const HOST_KEYS: &[&str] = &["count", "devices", "nics", "nic", "nic_out", "nic_in", "local", "memory"];
 const TIER_KEYS: &[&str] = &["name", "hosts_per_group", "groups", "oversubscription", "uplink"];
@@ -103,7 +106,7 @@ pub enum ClusterError {
 }
 
 impl Cluster {
-    /// Reads a cluster file's text; the schema stands at the top of the module's source and in the docs.
+    /// Reads a cluster file's text; [`toml_file`](self) has the schema.
     pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
         let document = DeTable::parse(text).map_err(ClusterError::Syntax)?;
         let top = Table::new(text, "the cluster file", document.span(), document.get_ref(), TOP_KEYS)?;
@@ -190,7 +193,7 @@ fn read_tier(table: &Table, cluster: &Cluster) -> Result<Tier, ClusterError> {
         let out_bytes_per_s = uplink.unwrap_or_else(|| sum(Host::out_bytes_per_s) / ratio);
         let in_bytes_per_s = uplink.unwrap_or_else(|| sum(Host::in_bytes_per_s) / ratio);
         for rate in [out_bytes_per_s, in_bytes_per_s] {
-            if !(rate.is_finite() && rate > 0.0) {
+            if !UPLINKS_BYTES_PER_S.contains(&rate) {
                 let line = table.get(key).map_or(table.line, |found| found.line);
                 return Err(ClusterError::BadUplink { line, tier: name, bytes_per_s: rate.to_string() });
             }

@@ -13,12 +13,15 @@
 //! assert_eq!(layout.shard_at(&[0, 1])[0].to_string(), "[2:4, 0:6]");
 //! assert_eq!(layout.to_string(), "f32[8,6]@A{dp:2,tp:4}(tp,_)");
 //! ```
+//!
+//! [`notation`] has the grammar, [`interop`] what is read of Alpa, torch and JAX.
 
 use std::fmt;
 use std::str::FromStr;
 
-mod interop;
+pub mod interop;
 pub mod notation;
+mod notation_error;
 mod split;
 
 pub use notation::NotationError;

@@ -3,8 +3,7 @@
 //! Three rules give a plan its meaning; the verifier, the simulator and the engine all follow them:
 //! - **Holding.** A rank may send what it holds from the start, or what a transfer named in `after` brought it.
 //! - **Forwarding streams.** A transfer whose box arrives by a transfer in `after` follows it chunk by chunk, and
-//!   belongs to the same lane: the rank where the box set out. Any other entry of `after` is plain order, and waits
-//!   for the end.
+//!   belongs to the same lane. Any other entry of `after` is plain order, and waits for the end.
 //! - **Channels are first in, first out.** Transfers of one lane from one rank to another travel in list order; other
 //!   channels run side by side. Where they share a link they share it in proportion to their `weight`.
 //!
@@ -28,8 +27,9 @@ pub struct Transfer {
     pub tensor: u32,
     pub src: Rank,
     pub dst: Rank,
-    /// Where its box set out: `src`, or the lane of the transfer it follows.
-    pub lane: Rank,
+    /// The stream it belongs to: that of the transfer it follows; else the number of its source's rank, unless the
+    /// strategy gave it another.
+    pub lane: u32,
     pub region: RegionId,
     pub bytes: u64,
     /// Its share of a contended link, against the weights of the others.
@@ -119,7 +119,7 @@ impl Plan {
         let bytes = self.regions[region.index()].volume() * dtype.bytes();
         let after_start = self.after.len() as u32;
         self.after.extend_from_slice(after);
-        let lane = after.iter().find_map(|&a| self.lane_of_leader(a, tensor, src, region)).unwrap_or(src);
+        let lane = self.usual_lane(tensor, src, region, after);
         self.transfers.push(Transfer {
             tensor,
             src,
@@ -135,12 +135,23 @@ impl Plan {
         TransferId::at(self.transfers.len() - 1)
     }
 
-    /// The lane of a transfer, if one that sends `region` from `src` follows it. An `after` that points forward, as a
-    /// plan file's may, leads nobody here; the verifier has its say about it.
-    fn lane_of_leader(&self, leader: TransferId, tensor: u32, src: Rank, region: RegionId) -> Option<Rank> {
-        let leader = self.transfers.get(leader.index())?;
-        let same_box = leader.region == region || self.region(leader) == &self.regions[region.index()];
-        (leader.dst == src && leader.tensor == tensor && same_box).then_some(leader.lane)
+    /// The lane of the next transfer, unless a strategy knows better: that of the transfer it follows, else the number
+    /// of its source.
+    fn usual_lane(&self, tensor: u32, src: Rank, region: RegionId, after: &[TransferId]) -> u32 {
+        let lane_of_leader = |leader: &TransferId| {
+            // An `after` that points forward, as a plan file's may, leads nobody; the verifier has its say about it.
+            let leader = self.transfers.get(leader.index())?;
+            let same_box = leader.region == region || self.region(leader) == &self.regions[region.index()];
+            (leader.dst == src && leader.tensor == tensor && same_box).then_some(leader.lane)
+        };
+        after.iter().find_map(lane_of_leader).unwrap_or(src.0)
+    }
+
+    /// Whether a transfer's lane is not the one that [`Plan::add`] gave it.
+    pub fn has_own_lane(&self, id: TransferId) -> bool {
+        let t = &self.transfers[id.index()];
+        let earlier: Vec<TransferId> = self.after(t).iter().copied().filter(|a| *a < id).collect();
+        t.lane != self.usual_lane(t.tensor, t.src, t.region, &earlier)
     }
 
     pub fn transfer_mut(&mut self, id: TransferId) -> &mut Transfer {

@@ -34,12 +34,9 @@ impl Sketch {
                 ranked.ops.len() as u32 - 1
             };
             let tag = tag as u32;
-            let send =
-                add(src, OpKind::Send { to: Rank(dst), lane: Rank(src), tag, weight, from: Buffer::Src });
-            let recv = add(
-                dst,
-                OpKind::Recv { from: Rank(src), lane: Rank(src), tag, into: Buffer::Dst, reduce: false },
-            );
+            let send = add(src, OpKind::Send { to: Rank(dst), lane: src, tag, weight, from: Buffer::Src });
+            let recv =
+                add(dst, OpKind::Recv { from: Rank(src), lane: src, tag, into: Buffer::Dst, reduce: false });
             ops.push((send, recv));
         }
         for tag in 0..self.messages.len() {

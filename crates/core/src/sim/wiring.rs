@@ -114,7 +114,7 @@ impl Wiring {
 
     /// Sends become messages, numbered by tag order; receives find theirs.
     fn match_messages(&mut self, program: &Program) -> Result<(), SimError> {
-        let mut channels: FxHashMap<(Rank, Rank, Rank), u32> = FxHashMap::default();
+        let mut channels: FxHashMap<(Rank, Rank, u32), u32> = FxHashMap::default();
         let mut by_tag: Vec<u32> = vec![];
         let mut queued: Vec<(u32, u32)> = vec![];
         for (rank, ranked) in program.ranks.iter().enumerate() {

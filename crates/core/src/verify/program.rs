@@ -124,7 +124,7 @@ impl<'a> Graph<'a> {
     fn match_channels(&mut self) -> Result<(), VerifyError> {
         let mut places = vec![0u32; self.sends.len()];
         // By peer and lane: how many messages so far, and the last of them.
-        let mut channels: FxHashMap<(Rank, Rank), (u32, u32)> = FxHashMap::default();
+        let mut channels: FxHashMap<(Rank, u32), (u32, u32)> = FxHashMap::default();
         for rank in &self.program.ranks {
             channels.clear();
             for op in &rank.ops {

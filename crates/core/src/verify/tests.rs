@@ -101,7 +101,7 @@ fn a_circle_may_need_rendezvous() {
     assert!(verify_program(&program).is_ok());
     // r2 tells r1 that t1 has come, and only then does r1 take t0.
     let token = |kind| crate::program::Op { kind, tensor: 0, region: RegionId(0), bytes: 0, deps: 0..0 };
-    let lane = Rank(2);
+    let lane = 2;
     let send = OpKind::Send { to: Rank(1), lane, tag: 2, weight: 1, from: Buffer::Src };
     let recv = OpKind::Recv { from: Rank(2), lane, tag: 2, into: Buffer::Src, reduce: false };
     program.ranks[2].ops.push(token(send));

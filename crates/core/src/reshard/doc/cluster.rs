@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::cluster::{Cluster, Group, Host, Tier};
+use crate::cluster::{Cluster, Group, Host, MAX_CLUSTER_DEVICES, MAX_HOSTS, MAX_NICS, MAX_TIERS, Tier};
 use crate::id::HostId;
 
 use super::error::PlanDocError;
@@ -54,10 +54,8 @@ fn is_one(count: &u32) -> bool {
     *count == 1
 }
 
-/// More hosts, or devices or NICs in one host, than this is taken for a damaged file.
-const MAX_COUNT: u32 = 1 << 16;
-/// And so are more devices in all: as many as a mesh may have.
-const MAX_DEVICES: u64 = crate::mesh::MAX_MESH_LEN;
+/// A rate outside of this is taken for a damaged file, and would overflow the times computed from it.
+const RATES_BYTES_PER_S: std::ops::RangeInclusive<f64> = 1e-30..=1e30;
 
 impl ClusterDoc {
     pub fn new(cluster: &Cluster) -> Self {
@@ -71,11 +69,11 @@ impl ClusterDoc {
         let mut devices = 0;
         for run in &self.hosts {
             let host = run.to_host()?;
-            if run.count == 0 || hosts.len() as u64 + u64::from(run.count) > u64::from(MAX_COUNT) {
+            if run.count == 0 || hosts.len() as u64 + u64::from(run.count) > MAX_HOSTS {
                 return Err(bad("hosts[].count", run.count));
             }
             devices += u64::from(run.count) * u64::from(run.devices);
-            if devices > MAX_DEVICES {
+            if devices > MAX_CLUSTER_DEVICES {
                 return Err(bad("hosts[].devices", run.devices));
             }
             hosts.extend(std::iter::repeat_n(host, run.count as usize));
@@ -84,6 +82,9 @@ impl ClusterDoc {
             if !(seconds.is_finite() && seconds >= 0.0) {
                 return Err(bad(field, seconds));
             }
+        }
+        if self.tiers.len() > MAX_TIERS {
+            return Err(bad("tiers", self.tiers.len()));
         }
         let tiers = self.tiers.iter().map(|t| t.to_tier(hosts.len())).collect::<Result<_, _>>()?;
         Ok(Cluster { hosts, tiers, latency_s: self.latency_s, local_latency_s: self.local_latency_s })
@@ -95,7 +96,7 @@ fn bad(field: &'static str, value: impl ToString) -> PlanDocError {
 }
 
 fn check_rate(field: &'static str, rate: f64) -> Result<f64, PlanDocError> {
-    if rate.is_finite() && rate > 0.0 { Ok(rate) } else { Err(bad(field, rate)) }
+    if RATES_BYTES_PER_S.contains(&rate) { Ok(rate) } else { Err(bad(field, rate)) }
 }
 
 impl HostDoc {
@@ -114,8 +115,12 @@ impl HostDoc {
     }
 
     fn to_host(&self) -> Result<Host, PlanDocError> {
-        for (field, count) in [("hosts[].devices", self.devices), ("hosts[].nics", self.nics)] {
-            if count == 0 || count >= MAX_COUNT {
+        let limits = [
+            ("hosts[].devices", self.devices, MAX_CLUSTER_DEVICES),
+            ("hosts[].nics", self.nics, u64::from(MAX_NICS)),
+        ];
+        for (field, count, max) in limits {
+            if count == 0 || u64::from(count) > max {
                 return Err(bad(field, count));
             }
         }
@@ -157,5 +162,22 @@ impl TierDoc {
             });
         }
         Ok(Tier { name: self.name.clone(), groups })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refuses_a_cluster_that_would_fill_the_memory() {
+        let host =
+            HostDoc { count: 65535, ..HostDoc::new(&[Host { devices: 65535, ..Host::with_devices(1) }]) };
+        let doc = ClusterDoc { hosts: vec![host], tiers: vec![], latency_s: 0.0, local_latency_s: 0.0 };
+        assert!(doc.to_cluster().unwrap_err().to_string().contains("hosts[].devices"));
+        let tier = TierDoc { name: String::new(), groups: vec![] };
+        let tiers = vec![tier; 10_000];
+        let doc = ClusterDoc { hosts: vec![HostDoc::new(&[Host::with_devices(1)])], tiers, ..doc };
+        assert!(doc.to_cluster().unwrap_err().to_string().contains("tiers"));
     }
 }

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Beside these a document carries what they leave open: the `tensors` where there are several, the resolved `cluster`,
-//! `chunk_bytes`, `reasons`, and for a transfer its `tensor` (if not the first), its `weight` (if not its bytes) and
-//! what it `reduce`s by. A reader does without all of them.
+//! `chunk_bytes`, `reasons`, and for a transfer its `tensor` (if not the first), its `weight` (if not its bytes), its
+//! `lane` (if not the usual one) and what it `reduce`s by. A reader does without all of them.
 //!
 //! Reading trusts nothing: what contradicts itself is refused with the transfer and the field.
 
@@ -25,6 +25,7 @@ pub use error::PlanDocError;
 use crate::id::TransferId;
 
 use super::plan::{Plan, Transfer};
+use crate::id::TransferId;
 
 /// The one schema this program reads and writes.
 pub const SCHEMA: &str = "crossmesh.plan/1";
@@ -86,6 +87,8 @@ pub struct TransferDoc {
     pub bytes: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lane: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reduce: Option<String>,
     pub link: LinkKind,
@@ -234,6 +237,7 @@ impl TransferDoc {
             region: plan.region(t).spans().iter().map(|s| [s.start, s.end]).collect(),
             bytes: t.bytes,
             weight: (t.weight != t.bytes.max(1)).then_some(t.weight),
+            lane: plan.has_own_lane(TransferId(id)).then_some(t.lane),
             reduce: t.reduce.then(|| partial.map_or("sum", |p| p.op.name()).into()),
             link: LinkKind::of(plan, t),
             after: plan.after(t).iter().map(|a| a.0).collect(),

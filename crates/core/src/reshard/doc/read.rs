@@ -185,6 +185,7 @@ impl<'a> TransferReader<'a> {
             let added = plan.transfer_mut(id);
             added.reduce = reduce;
             added.weight = t.weight.unwrap_or(added.weight);
+            added.lane = t.lane.unwrap_or(added.lane);
         }
         Ok(())
     }

@@ -10,6 +10,11 @@
 //! ```
 //!
 //! Inside a host the box passes from the device it entered at through all others that want it.
+//!
+//! Where boxes are forwarded, a chain fills the faster the fewer streams share a link. So what one device sends along
+//! one route is one lane: its boxes follow each other, and weigh as much as all of them together.
+
+use rustc_hash::FxHashMap;
 
 use crate::cluster::Topology;
 use crate::id::{HostId, PortId, Rank, RegionId, TransferId};
@@ -49,21 +54,91 @@ pub(super) struct Emitter<'a> {
     many_ports: bool,
     /// Counts boxes, so that devices that can stand in for each other take turns.
     turn: usize,
+    lanes: Lanes,
+}
+
+/// Lanes of forwarded boxes.
+#[derive(Default)]
+struct Lanes {
+    /// By route (its class and place), device, and the node it sends to.
+    numbers: FxHashMap<(RouteId, Rank, u32), usize>,
+    lanes: Vec<Lane>,
+}
+
+/// Whether a route is between hosts, its class, its place in the class.
+type RouteId = (bool, u32, u32);
+
+struct Lane {
+    bytes: u64,
+    last: TransferId,
 }
 
 impl<'a> Emitter<'a> {
     pub(super) fn new(problem: &'a Problem, demands: &'a Demands, plan: Plan) -> Self {
         let many_ports = problem.topology.ports.len() > problem.topology.num_hosts();
         let stretches = demands.remote.iter().map(|class| stretches(class, demands)).collect();
-        Self { problem, demands, plan, stretches, ports: PortTable::default(), many_ports, turn: 0 }
+        Self {
+            problem,
+            demands,
+            plan,
+            stretches,
+            ports: PortTable::default(),
+            many_ports,
+            turn: 0,
+            lanes: Lanes::default(),
+        }
     }
 
-    pub(super) fn into_plan(self) -> Plan {
+    /// The plan, with every transfer weighed: a forwarded one as its lane, any other as its channel, so that all that
+    /// share a link end together.
+    pub(super) fn into_plan(mut self) -> Plan {
+        let first_lane = self.first_lane();
+        let mut bytes: FxHashMap<(Rank, Rank, u32), u64> = FxHashMap::default();
+        for t in self.plan.transfers().iter().filter(|t| t.lane < first_lane) {
+            *bytes.entry((t.src, t.dst, t.lane)).or_default() += t.bytes;
+        }
+        for id in 0..self.plan.transfers().len() {
+            let t = self.plan.transfer_mut(TransferId::at(id));
+            let weight = match t.lane.checked_sub(first_lane) {
+                Some(lane) => self.lanes.lanes[lane as usize].bytes,
+                None => bytes[&(t.src, t.dst, t.lane)],
+            };
+            t.weight = weight.max(1);
+        }
         self.plan
     }
 
-    pub(super) fn plan_mut(&mut self) -> &mut Plan {
-        &mut self.plan
+    /// Lanes below this are those of ranks.
+    fn first_lane(&self) -> u32 {
+        self.problem.topology.num_ranks() as u32
+    }
+
+    /// Adds a transfer from a device that holds the box. Where it is forwarded, it joins its lane, and where that may
+    /// go on to another device, behind the lane's last.
+    fn add_root(
+        &mut self,
+        tensor: u32,
+        ends: (Rank, Rank),
+        region: RegionId,
+        lane: Option<(RouteId, u32)>,
+    ) -> TransferId {
+        let (src, dst) = ends;
+        let Some((route, to)) = lane else { return self.plan.add(tensor, src, dst, region, &[]) };
+        let first_lane = self.first_lane();
+        let lanes = &mut self.lanes.lanes;
+        let number = *self.lanes.numbers.entry((route, src, to)).or_insert_with(|| {
+            lanes.push(Lane { bytes: 0, last: TransferId(u32::MAX) });
+            lanes.len() - 1
+        });
+        let last = Some(lanes[number].last).filter(|l| l.0 != u32::MAX && !self.many_ports);
+        // To the same device the channel keeps the order by itself.
+        let last = last.filter(|l| self.plan.transfers()[l.index()].dst != dst);
+        let id = self.plan.add(tensor, src, dst, region, last.as_slice());
+        let added = self.plan.transfer_mut(id);
+        added.lane = first_lane + number as u32;
+        lanes[number].bytes += added.bytes;
+        lanes[number].last = id;
+        id
     }
 
     /// Chooses ports for everything that crosses between hosts. Returns the seconds the busiest port needs, and the
@@ -119,13 +194,15 @@ impl<'a> Emitter<'a> {
         let port_cuts = self.port_cuts(class, (c, s), &stretch);
         let mut row = Row::new(&class.items[stretch.items.clone()], stretch.start);
         let first = routes.partition_point(|r| r.end <= stretch.start);
-        for route in routes[first..].iter().take_while(|r| r.start < stretch.end) {
+        for (r, route) in routes.iter().enumerate().skip(first).take_while(|(_, r)| r.start < stretch.end) {
             let (start, end) = (route.start.max(stretch.start), route.end.min(stretch.end));
             let first_cut = port_cuts.partition_point(|&cut| cut <= start);
             let inner = port_cuts[first_cut..].iter().copied().take_while(|&cut| cut < end);
             let mut at = start;
             for cut in inner.chain([end]) {
-                let cell = Cell { key: (c, s), at: at - stretch.start, stretch: &stretch };
+                let forwards = route.edges.iter().any(|e| e.depth > 0);
+                let lane = forwards.then_some((true, c, r as u32));
+                let cell = Cell { key: (c, s), at: at - stretch.start, stretch: &stretch, lane };
                 row.for_each(demands, at, cut, |index, region| {
                     let tensor = demands.items[index as usize].tensor;
                     let region = self.plan.add_region(region);
@@ -185,7 +262,10 @@ impl<'a> Emitter<'a> {
                 None => self.leave_holder(cell, edge.from, tensor, region, &mut has),
             };
             let entry = self.entry(cell, edge.to);
-            let arrived = self.plan.add(tensor, src, entry, region, since.as_slice());
+            let arrived = match since {
+                Some(_) => self.plan.add(tensor, src, entry, region, since.as_slice()),
+                None => self.add_root(tensor, (src, entry), region, cell.lane.map(|l| (l, edge.to))),
+            };
             has.push(Has { host: edge.to, rank: entry, since: arrived });
             self.spread_inside(cell, edge.to, entry, arrived, tensor, region);
         }
@@ -259,9 +339,11 @@ impl<'a> Emitter<'a> {
     /// Emits what moves inside hosts only.
     pub(super) fn local(&mut self, routes: &[Vec<Route>]) {
         let demands = self.demands;
-        for (class, routes) in demands.local.iter().zip(routes) {
+        for (c, (class, routes)) in demands.local.iter().zip(routes).enumerate() {
             let mut row = Row::new(&class.items, 0);
-            for route in routes {
+            for (r, route) in routes.iter().enumerate() {
+                let forwards = route.edges.iter().any(|e| e.depth > 0);
+                let lane = forwards.then_some((false, c as u32, r as u32));
                 row.for_each(demands, route.start, route.end, |index, region| {
                     let tensor = demands.items[index as usize].tensor;
                     let region = self.plan.add_region(region);
@@ -269,7 +351,11 @@ impl<'a> Emitter<'a> {
                     for edge in &route.edges {
                         let since = has.iter().find(|h| h.0 == edge.from).map(|h| h.1);
                         let (src, dst) = (Rank(edge.from), Rank(edge.to));
-                        has.push((edge.to, self.plan.add(tensor, src, dst, region, since.as_slice())));
+                        let id = match since {
+                            Some(_) => self.plan.add(tensor, src, dst, region, since.as_slice()),
+                            None => self.add_root(tensor, (src, dst), region, lane.map(|l| (l, edge.to))),
+                        };
+                        has.push((edge.to, id));
                     }
                 });
             }
@@ -283,6 +369,8 @@ struct Cell<'a> {
     /// Where it starts, in its stretch.
     at: u64,
     stretch: &'a Stretch,
+    /// The route, if it forwards.
+    lane: Option<RouteId>,
 }
 
 /// Items as a row of bytes, walked from left to right.

@@ -15,7 +15,7 @@ mod emit;
 mod ports;
 mod routes;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::assign::least_time;
 use super::bound::{bound_of, out_jobs};
@@ -23,7 +23,6 @@ use super::demand::Demands;
 use super::plan::Plan;
 use super::problem::{PlanError, Problem};
 use super::strategy::{MIN_CHUNK_BYTES, PlanOptions};
-use crate::id::{Rank, TransferId};
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
 use routes::{Route, routes};
@@ -124,7 +123,6 @@ impl<'a> Flow<'a> {
         let mut plan = emitter.into_plan();
         let depth = deepest(&remote);
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan, depth));
-        weigh_channels(&mut plan);
         Built { plan, stretch, seconds: self.remote_s, port_seconds, relayed_bytes, depth }
     }
 }
@@ -162,17 +160,19 @@ fn deepest(routes: &[Vec<Route>]) -> u32 {
     routes.iter().flatten().flat_map(|r| &r.edges).map(|e| e.depth).max().unwrap_or(0)
 }
 
-/// A chunk that lets the deepest chain fill in a small share of the time: with `n` channels side by side on a port, a
-/// hop's first chunk takes `n` chunks' time.
+/// A chunk that lets the deepest chain fill in a small share of the time: with `n` lanes side by side on a port, a hop's
+/// first chunk takes `n` chunks' time.
 fn fitting_chunk(plan: &Plan, depth: u32) -> u64 {
     let topology = &plan.problem.topology;
     let mut port_bytes = vec![0u64; topology.ports.len()];
-    let mut side_by_side: FxHashMap<u32, rustc_hash::FxHashSet<(u32, u32)>> = FxHashMap::default();
+    let mut side_by_side: FxHashMap<u32, FxHashSet<(u32, u32)>> = FxHashMap::default();
     for transfer in plan.transfers().iter().filter(|t| plan.crosses_hosts(t)) {
         port_bytes[topology.port(transfer.src).index()] += transfer.bytes;
         if depth > 0 {
-            let port = topology.port(transfer.src).0;
-            side_by_side.entry(port).or_default().insert((transfer.src.0, transfer.dst.0));
+            side_by_side
+                .entry(topology.port(transfer.src).0)
+                .or_default()
+                .insert((transfer.src.0, transfer.lane));
         }
     }
     let channels = side_by_side.values().map(|c| c.len() as u64).max().unwrap_or(1);
@@ -180,16 +180,4 @@ fn fitting_chunk(plan: &Plan, depth: u32) -> u64 {
     let chunk = busiest / (FILL_SHARE * u64::from(depth + 1) * channels);
     let power_of_two = 1 << chunk.max(1).ilog2();
     chunk.min(power_of_two).clamp(MIN_CHUNK, MAX_CHUNK)
-}
-
-/// A channel weighs as much as it carries, so that all that share a link end together.
-fn weigh_channels(plan: &mut Plan) {
-    let mut bytes: FxHashMap<(Rank, Rank, Rank), u64> = FxHashMap::default();
-    for t in plan.transfers() {
-        *bytes.entry((t.src, t.dst, t.lane)).or_default() += t.bytes;
-    }
-    for id in 0..plan.transfers().len() {
-        let t = plan.transfer_mut(TransferId::at(id));
-        t.weight = bytes[&(t.src, t.dst, t.lane)].max(1);
-    }
 }

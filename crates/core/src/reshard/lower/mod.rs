@@ -238,12 +238,12 @@ impl<'a> Lowering<'a> {
         rank.deps.push(Dep { op: self.recv_ops[a.index()], kind: DepKind::Done });
         self.push(
             told_by,
-            OpKind::Send { to: t.src, lane: told_by, tag, weight: 1, from: Buffer::Src },
+            OpKind::Send { to: t.src, lane: told_by.0, tag, weight: 1, from: Buffer::Src },
             what,
             deps,
         );
         let deps = self.program.ranks[t.src.index()].deps.len() as u32;
-        let recv = OpKind::Recv { from: told_by, lane: told_by, tag, into: Buffer::Src, reduce: false };
+        let recv = OpKind::Recv { from: told_by, lane: told_by.0, tag, into: Buffer::Src, reduce: false };
         self.push(t.src, recv, what, deps);
     }
 

@@ -60,7 +60,7 @@ fn runnable(plan: &Plan, buffers: &Buffers) -> Option<Vec<TransferId>> {
 
 /// Everything each transfer waits for: its `after`, the one before on its channel, the one before into the same sum.
 fn waits(plan: &Plan, buffers: &Buffers) -> Vec<Vec<TransferId>> {
-    let mut last: FxHashMap<(Rank, Rank, Rank), TransferId> = FxHashMap::default();
+    let mut last: FxHashMap<(Rank, Rank, u32), TransferId> = FxHashMap::default();
     let mut waits = Vec::with_capacity(plan.transfers().len());
     for (i, t) in plan.transfers().iter().enumerate() {
         let id = TransferId::at(i);

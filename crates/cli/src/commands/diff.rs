@@ -1,0 +1,195 @@
+//! `crossmesh diff`: what changed between two plans?
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use crossmesh_core::reshard::{Plan, Transfer};
+use crossmesh_core::units::{Bytes, Seconds};
+use serde::Serialize;
+
+use crate::Answer;
+use crate::input::{PlanFile, read_plan};
+use crate::output::{self, Format, Table, and_more, count};
+use crate::summary;
+
+/// Show what changed between two plans: strategy, times, traffic and transfers.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exits 0 if the plans are the same, 1 if they differ.
+
+Examples:
+  crossmesh diff before.json after.json
+  crossmesh diff flow.json greedy.json --format json")]
+pub struct Args {
+    /// A plan document
+    #[arg(value_name = "A")]
+    a: PathBuf,
+    /// Another one
+    #[arg(value_name = "B")]
+    b: PathBuf,
+    /// Text for people, or one JSON document
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
+    format: Format,
+}
+
+/// The differences; empty lists where there are none.
+#[derive(Debug, PartialEq, Serialize)]
+struct Difference {
+    schema: &'static str,
+    same: bool,
+    /// Properties of the plan with different values.
+    changed: Vec<Change>,
+    /// Host pairs that carry a different number of bytes.
+    traffic: Vec<TrafficChange>,
+    removed: Vec<String>,
+    added: Vec<String>,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+struct Change {
+    what: &'static str,
+    a: String,
+    b: String,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+struct TrafficChange {
+    from_host: u32,
+    to_host: u32,
+    a_bytes: u64,
+    b_bytes: u64,
+}
+
+pub fn run(args: &Args) -> Result<Answer> {
+    let (a, b) = (read_plan(&args.a)?, read_plan(&args.b)?);
+    let difference = compare(&a, &b);
+    match args.format {
+        Format::Text => output::print(&render(&difference))?,
+        Format::Json => output::print_json(&difference)?,
+    }
+    Ok(if difference.same { Answer::Yes } else { Answer::No })
+}
+
+fn compare(a: &PlanFile, b: &PlanFile) -> Difference {
+    let mut changed: Vec<Change> = properties(a)
+        .into_iter()
+        .zip(properties(b))
+        .filter(|((_, a), (_, b))| a != b)
+        .map(|((what, a), (_, b))| Change { what, a, b })
+        .collect();
+    let traffic = traffic_changes(&a.plan, &b.plan);
+    let (removed, added) = transfer_changes(&a.plan, &b.plan);
+    if removed.is_empty() && added.is_empty() {
+        let first = first_out_of_order(&a.plan, &b.plan);
+        let order =
+            |first| Change { what: "order", a: String::new(), b: format!("differs from t{first} on") };
+        changed.extend(first.map(order));
+    }
+    let same = changed.is_empty() && traffic.is_empty() && removed.is_empty() && added.is_empty();
+    Difference { schema: "crossmesh.diff/1", same, changed, traffic, removed, added }
+}
+
+/// The first place where two plans with the same transfers put them, or order them, differently.
+fn first_out_of_order(a: &Plan, b: &Plan) -> Option<usize> {
+    let same = |(x, y): (&Transfer, &Transfer)| {
+        (x.tensor, x.src, x.dst, x.weight, x.reduce) == (y.tensor, y.src, y.dst, y.weight, y.reduce)
+            && a.region(x) == b.region(y)
+            && a.after(x) == b.after(y)
+    };
+    a.transfers().iter().zip(b.transfers()).position(|pair| !same(pair))
+}
+
+fn properties(file: &PlanFile) -> Vec<(&'static str, String)> {
+    let (plan, doc) = (&file.plan, &file.doc);
+    let layouts =
+        |side: fn(&crossmesh_core::reshard::Reshard) -> String| match plan.problem.reshards.as_slice() {
+            [one] => side(one),
+            many => format!(
+                "{} ({})",
+                count(many.len(), "tensor"),
+                many.iter().map(side).collect::<Vec<_>>().join("; ")
+            ),
+        };
+    vec![
+        ("source", layouts(|r| r.src.layout.to_string())),
+        ("destination", layouts(|r| r.dst.layout.to_string())),
+        ("hosts", plan.problem.cluster.hosts.len().to_string()),
+        ("strategy", plan.strategy.clone()),
+        ("chunk", Bytes(plan.chunk_bytes).to_string()),
+        ("transfers", plan.transfers().len().to_string()),
+        ("bytes moved", Bytes(plan.bytes_moved()).to_string()),
+        ("lower bound", Seconds(doc.lower_bound_s).to_string()),
+        ("predicted", Seconds(doc.predicted_s).to_string()),
+        ("peak extra", Bytes(doc.peak_extra_bytes).to_string()),
+    ]
+}
+
+fn traffic_changes(a: &Plan, b: &Plan) -> Vec<TrafficChange> {
+    let (a, b) = (summary::host_traffic(a), summary::host_traffic(b));
+    let mut pairs: Vec<_> = a.keys().chain(b.keys()).copied().collect();
+    pairs.sort_unstable();
+    pairs.dedup();
+    let bytes = |of: &BTreeMap<_, summary::Traffic>, pair| of.get(&pair).map_or(0, |t| t.bytes);
+    pairs
+        .into_iter()
+        .map(|pair| TrafficChange {
+            from_host: pair.0.0,
+            to_host: pair.1.0,
+            a_bytes: bytes(&a, pair),
+            b_bytes: bytes(&b, pair),
+        })
+        .filter(|c| c.a_bytes != c.b_bytes)
+        .collect()
+}
+
+/// Transfers of one plan that the other has not, as often as they are more.
+fn transfer_changes(a: &Plan, b: &Plan) -> (Vec<String>, Vec<String>) {
+    let mut balance: BTreeMap<(u32, u32, u32, String), i64> = BTreeMap::new();
+    for (plan, step) in [(a, 1), (b, -1)] {
+        for t in plan.transfers() {
+            let key = (t.tensor, t.src.0, t.dst.0, plan.region(t).to_string());
+            *balance.entry(key).or_default() += step;
+        }
+    }
+    let many = a.problem.reshards.len() > 1 || b.problem.reshards.len() > 1;
+    let (mut removed, mut added) = (vec![], vec![]);
+    for ((tensor, src, dst, region), n) in balance {
+        let tensor = if many { format!("#{tensor} ") } else { String::new() };
+        let line = format!("r{src} -> r{dst}  {tensor}{region}");
+        let side = if n > 0 { &mut removed } else { &mut added };
+        side.extend((0..n.unsigned_abs()).map(|_| line.clone()));
+    }
+    (removed, added)
+}
+
+fn render(difference: &Difference) -> String {
+    const SHOWN: usize = 20;
+    if difference.same {
+        return "the plans are the same\n".into();
+    }
+    let mut text = String::new();
+    let mut table = Table::new("l");
+    for c in &difference.changed {
+        table.row([c.what, c.a.as_str(), "->", c.b.as_str()]);
+    }
+    for c in difference.traffic.iter().take(SHOWN) {
+        let pair = format!("h{} to h{}", c.from_host, c.to_host);
+        table.row([pair, Bytes(c.a_bytes).to_string(), "->".into(), Bytes(c.b_bytes).to_string()]);
+    }
+    text += &table.render(0);
+    text += &and_more(difference.traffic.len(), SHOWN, "host pair");
+    for (sign, lines) in [("-", &difference.removed), ("+", &difference.added)] {
+        for line in lines.iter().take(SHOWN) {
+            let _ = writeln!(text, "{sign} {line}");
+        }
+        text += &and_more(lines.len(), SHOWN, "transfer");
+    }
+    let _ = writeln!(
+        text,
+        "the plans differ: {} removed, {} added",
+        count(difference.removed.len(), "transfer"),
+        count(difference.added.len(), "transfer")
+    );
+    text
+}

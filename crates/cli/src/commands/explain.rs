@@ -1,0 +1,149 @@
+//! `crossmesh explain`: who sends what to whom, how long it takes, and why.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use crossmesh_core::reshard::Plan;
+use crossmesh_core::units::{Bytes, Seconds};
+
+use crate::Answer;
+use crate::input::{PlanArgs, ProblemArgs};
+use crate::output::{self, Format, Table, and_more};
+use crate::predict::Prediction;
+use crate::report;
+use crate::summary::{self, SMALL_PLAN};
+
+/// Show who sends what to whom, how long it takes, and how far from the bound that is.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'
+  crossmesh explain 'bf16[8192,8192]@A{fsdp:16}(fsdp,_)' 'bf16[8192,8192]@B{dp:2,tp:8}(_,tp)' \\
+      --devices-per-host 8 --nics 8 --nic 400Gbit --html report.html
+  crossmesh explain --pairs weights.txt --cluster cluster.toml --max-extra-bytes 256MiB")]
+pub struct Args {
+    #[command(flatten)]
+    problem: ProblemArgs,
+    #[command(flatten)]
+    plan: PlanArgs,
+    /// Text for people, or the plan document
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
+    format: Format,
+    /// Also write a report with pictures: one HTML file
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    html: Option<PathBuf>,
+}
+
+pub fn run(args: &Args) -> Result<Answer> {
+    let problem = args.problem.problem()?;
+    let prediction = Prediction::of_problem(&problem, &args.plan.options()?)?;
+    if let Some(path) = &args.html {
+        output::write_file(path, &report::plan::render(&prediction, report::provenance()))?;
+    }
+    match args.format {
+        Format::Text => output::print(&render(&prediction))?,
+        Format::Json => output::print(&prediction.document())?,
+    }
+    Ok(Answer::Yes)
+}
+
+/// The text report.
+pub fn render(prediction: &Prediction) -> String {
+    let plan = &prediction.plan;
+    let mut text = format!("reshard {}\n", summary::headline(plan));
+    let _ = writeln!(
+        text,
+        "  strategy {}, chunks of {}, {}",
+        plan.strategy,
+        Bytes(plan.chunk_bytes),
+        summary::place(&plan.problem)
+    );
+    text += &tensors(plan);
+    text += &host_pairs(plan);
+    text += &transfers(plan);
+    text += &summary::busiest_links(prediction, 6);
+    if !plan.reasons.is_empty() {
+        text += "why\n";
+        for reason in &plan.reasons {
+            let _ = writeln!(text, "  {reason}");
+        }
+    }
+    text += &figures(prediction);
+    text
+}
+
+/// The tensors of a plan for many, the largest first.
+fn tensors(plan: &Plan) -> String {
+    const SHOWN: usize = 10;
+    let reshards = &plan.problem.reshards;
+    if reshards.len() == 1 {
+        return String::new();
+    }
+    let mut order: Vec<usize> = (0..reshards.len()).collect();
+    order.sort_by_key(|&i| (std::cmp::Reverse(reshards[i].src.layout.bytes()), i));
+    let mut table = Table::new("lllr");
+    table.row(["name", "source", "destination", "bytes"]);
+    for &i in order.iter().take(SHOWN) {
+        let r = &reshards[i];
+        let name = if r.name.is_empty() { format!("tensor {i}") } else { r.name.clone() };
+        let (src, dst) = (r.src.layout.to_string(), r.dst.layout.to_string());
+        table.row([name, src, dst, Bytes(r.src.layout.bytes()).to_string()]);
+    }
+    format!("tensors\n{}{}", table.render(2), and_more(reshards.len(), SHOWN, "tensor"))
+}
+
+fn host_pairs(plan: &Plan) -> String {
+    const SHOWN: usize = 24;
+    let traffic = summary::host_traffic(plan);
+    if traffic.is_empty() {
+        return "hosts\n  nothing moves: every device already holds what it should\n".into();
+    }
+    let mut table = Table::new("llr");
+    table.row(["from", "to", "bytes", "transfers"]);
+    for ((from, to), t) in traffic.iter().take(SHOWN) {
+        let to = if from == to { "itself".into() } else { to.to_string() };
+        table.row([from.to_string(), to, Bytes(t.bytes).to_string(), t.transfers.to_string()]);
+    }
+    format!("hosts\n{}{}", table.render(2), and_more(traffic.len(), SHOWN, "pair"))
+}
+
+/// Every transfer of a small plan.
+fn transfers(plan: &Plan) -> String {
+    let all = plan.transfers();
+    if all.is_empty() || all.len() > SMALL_PLAN {
+        return String::new();
+    }
+    let many = plan.problem.reshards.len() > 1;
+    let mut table = Table::new("lllrl");
+    for (id, t) in all.iter().enumerate() {
+        let region = plan.region(t).to_string();
+        let region = if many { format!("#{} {region}", t.tensor) } else { region };
+        let link = if plan.crosses_hosts(t) { "nic" } else { "local" };
+        let after: Vec<String> = plan.after(t).iter().map(|a| a.to_string()).collect();
+        let mut notes = vec![];
+        if t.reduce {
+            notes.push("adds up".to_string());
+        }
+        if !after.is_empty() {
+            notes.push(format!("after {}", after.join(" ")));
+        }
+        let way = format!("{} -> {}", t.src, t.dst);
+        table.row([format!("t{id}"), way, region, Bytes(t.bytes).to_string(), link.into(), notes.join(", ")]);
+    }
+    format!("transfers\n{}", table.render(2))
+}
+
+fn figures(prediction: &Prediction) -> String {
+    let mut text = String::new();
+    let _ = writeln!(text, "peak extra memory  {} a device", Bytes(prediction.peak_extra_bytes()));
+    let reason = &prediction.bound.reason;
+    let colon = if reason.is_empty() { "" } else { ": " };
+    let _ = writeln!(text, "lower bound        {}{colon}{reason}", Seconds(prediction.bound.seconds));
+    let _ = writeln!(
+        text,
+        "predicted          {}, {:.3} × the bound",
+        Seconds(prediction.seconds()),
+        prediction.ratio()
+    );
+    text
+}

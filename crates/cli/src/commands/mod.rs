@@ -1,0 +1,9 @@
+//! A file per command: its arguments, and `run`, which answers.
+
+pub mod bench;
+pub mod completions;
+pub mod diff;
+pub mod explain;
+pub mod plan;
+pub mod simulate;
+pub mod verify;

@@ -1,0 +1,130 @@
+//! `crossmesh simulate`: how long will this plan take?
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use crossmesh_core::cluster::{Cluster, Topology};
+use crossmesh_core::reshard::Plan;
+use crossmesh_core::units::Seconds;
+use serde::Serialize;
+
+use crate::Answer;
+use crate::chrome;
+use crate::input::{HostArgs, PlanFile, read_plan};
+use crate::links::{self, Row};
+use crate::output::{self, Format, count};
+use crate::predict::{Prediction, Violation};
+use crate::summary;
+
+/// Predict how long a plan takes, on its own cluster or another.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  crossmesh simulate plan.json
+  crossmesh simulate plan.json --nic 100Gbit --latency 10us
+  crossmesh simulate plan.json --cluster other.toml --trace trace.json   # open it in ui.perfetto.dev")]
+pub struct Args {
+    /// A plan document; `-` reads stdin
+    #[arg(value_name = "PLAN")]
+    plan: PathBuf,
+    #[command(flatten)]
+    hosts: HostArgs,
+    /// Text for people, or one JSON document
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
+    format: Format,
+    /// Also write the run as a Chrome trace, for Perfetto
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    trace: Option<PathBuf>,
+}
+
+/// The answer as JSON.
+#[derive(Debug, Serialize)]
+struct Simulation {
+    schema: &'static str,
+    strategy: String,
+    predicted_s: f64,
+    lower_bound_s: f64,
+    over_bound: Option<f64>,
+    bound_reason: String,
+    peak_extra_bytes: u64,
+    /// Busiest first.
+    links: Vec<LinkReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct LinkReport {
+    link: String,
+    bytes: u64,
+    bytes_per_s: f64,
+    busy_s: f64,
+}
+
+pub fn run(args: &Args) -> Result<Answer> {
+    let PlanFile { mut plan, .. } = read_plan(&args.plan)?;
+    if let Err(error) = crossmesh_core::verify::verify(&plan) {
+        bail!("{}: the plan breaks a law: {}", args.plan.display(), Violation::from(error));
+    }
+    let mut cluster = match args.hosts.described()? {
+        Some(cluster) => cluster,
+        None => plan.problem.cluster.clone(),
+    };
+    args.hosts.adjust(&mut cluster)?;
+    move_to(&mut plan, cluster)?;
+    let prediction = Prediction::of_plan(plan)?;
+    if let Some(path) = &args.trace {
+        output::write_file(path, &chrome::render(&prediction).context("cannot write the trace")?)?;
+    }
+    match args.format {
+        Format::Text => output::print(&render(&prediction))?,
+        Format::Json => output::print_json(&simulation(&prediction))?,
+    }
+    Ok(Answer::Yes)
+}
+
+/// Puts a plan onto another cluster, rank by rank.
+fn move_to(plan: &mut Plan, cluster: Cluster) -> Result<()> {
+    let last = plan.problem.meshes_of_ranks().keys().next_back().map_or(0, |r| r.index());
+    if last >= cluster.num_devices() {
+        bail!(
+            "the plan uses ranks up to {last}, the cluster has {}\nhint: describe a larger cluster",
+            count(cluster.num_devices(), "device")
+        );
+    }
+    plan.problem.topology = Topology::new(&cluster);
+    plan.problem.cluster = cluster;
+    Ok(())
+}
+
+fn render(prediction: &Prediction) -> String {
+    let plan = &prediction.plan;
+    let mut text = format!("simulate {}\n", summary::headline(plan));
+    let _ = writeln!(text, "  strategy {}, {}", plan.strategy, summary::place(&plan.problem));
+    text += &summary::busiest_links(prediction, 8);
+    let reason = &prediction.bound.reason;
+    let colon = if reason.is_empty() { "" } else { ": " };
+    let _ = writeln!(text, "lower bound  {}{colon}{reason}", Seconds(prediction.bound.seconds));
+    let (seconds, ratio) = (Seconds(prediction.seconds()), prediction.ratio());
+    let _ = writeln!(text, "predicted    {seconds}, {ratio:.3} × the bound");
+    text
+}
+
+fn simulation(prediction: &Prediction) -> Simulation {
+    let mut rows = links::one_by_one(&prediction.plan.problem, &prediction.trace);
+    links::sort_busiest(&mut rows);
+    Simulation {
+        schema: "crossmesh.simulation/1",
+        strategy: prediction.plan.strategy.clone(),
+        predicted_s: prediction.seconds(),
+        lower_bound_s: prediction.bound.seconds,
+        over_bound: Some(prediction.ratio()).filter(|r| r.is_finite()),
+        bound_reason: prediction.bound.reason.clone(),
+        peak_extra_bytes: prediction.peak_extra_bytes(),
+        links: rows.into_iter().map(LinkReport::from).collect(),
+    }
+}
+
+impl From<Row> for LinkReport {
+    fn from(row: Row) -> Self {
+        Self { link: row.name, bytes: row.bytes, bytes_per_s: row.bytes_per_s, busy_s: row.busy_s }
+    }
+}

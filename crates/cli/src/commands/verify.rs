@@ -1,0 +1,68 @@
+//! `crossmesh verify`: is this plan right?
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use crossmesh_core::reshard::doc::PlanDoc;
+use crossmesh_core::verify::{Claims, verify_claims};
+use serde::Serialize;
+
+use crate::Answer;
+use crate::input::read_plan_doc;
+use crate::output::{self, Format};
+use crate::predict::Violation;
+
+/// Check that a plan delivers every element exactly once, in an order that cannot get stuck.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exits 0 with a line, or 1 with the first law the plan breaks.
+
+Examples:
+  crossmesh verify plan.json
+  crossmesh explain 'f32[8]@A{tp:2}(tp)' 'f32[8]@B{tp:2}(_)' --format json | crossmesh verify -")]
+pub struct Args {
+    /// A plan document; `-` reads stdin
+    #[arg(value_name = "PLAN")]
+    plan: PathBuf,
+    /// Text for people, or one JSON document
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
+    format: Format,
+}
+
+/// The verdict as JSON.
+#[derive(Debug, Serialize)]
+struct Verdict {
+    schema: &'static str,
+    ok: bool,
+    violation: Option<Violation>,
+}
+
+pub fn run(args: &Args) -> Result<Answer> {
+    let name = args.plan.display().to_string();
+    let doc = read_plan_doc(&args.plan)?;
+    let checked = check(&doc).context(name.clone())?;
+    let ok = checked.is_ok();
+    match args.format {
+        Format::Json => {
+            output::print_json(&Verdict { schema: "crossmesh.verdict/1", ok, violation: checked.err() })?;
+        }
+        Format::Text => {
+            output::print(&format!("{name}: {}\n", checked.unwrap_or_else(|v| v.to_string())))?;
+        }
+    }
+    Ok(if ok { Answer::Yes } else { Answer::No })
+}
+
+/// A line of praise, or the first law that is broken. An error where the document says no plan at all.
+fn check(doc: &PlanDoc) -> Result<Result<String, Violation>> {
+    let plan = match doc.to_plan() {
+        Ok(plan) => plan,
+        Err(error) => match error.law() {
+            Some(law) => return Ok(Err(Violation { law, message: error.to_string() })),
+            None => return Err(error.into()),
+        },
+    };
+    Ok(match verify_claims(&plan, &Claims::of(doc)) {
+        Ok(proof) => Ok(format!("ok: {proof}")),
+        Err(error) => Err(error.into()),
+    })
+}

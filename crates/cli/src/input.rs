@@ -1,0 +1,257 @@
+//! What comes from outside: files, notation, rates. Everything here may be wrong, and says how.
+//!
+//! A file of pairs names one tensor a line; the name is optional, `#` starts a comment:
+//!
+//! ```text
+//! # name       source                              destination
+//! wq: bf16[4096,4096]@A{fsdp:16}(fsdp,_) -> bf16[4096,4096]@B{dp:2,tp:8}(_,tp)
+//! bf16[4096]@A{fsdp:16}(fsdp) -> bf16[4096]@B{dp:2,tp:8}(_)
+//! ```
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, bail};
+use crossmesh_core::cluster::{Cluster, Host};
+use crossmesh_core::layout::Layout;
+use crossmesh_core::reshard::doc::PlanDoc;
+use crossmesh_core::reshard::problem::{Assumed, Hosts};
+use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy};
+use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
+
+/// What moves where, and on which hosts.
+#[derive(Debug, clap::Args)]
+pub struct ProblemArgs {
+    /// The layout the tensor has, such as `f32[8,6]@A{dp:2,tp:4}(tp,_)`; alone: a file of pairs
+    #[arg(value_name = "SRC", required_unless_present = "pairs")]
+    pub src: Option<String>,
+    /// The layout it should have
+    #[arg(value_name = "DST")]
+    pub dst: Option<String>,
+    /// Plan many tensors together: a file with a line `[NAME:] SRC -> DST` for each; `-` reads stdin
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["src", "dst"])]
+    pub pairs: Option<PathBuf>,
+    #[command(flatten)]
+    pub hosts: HostArgs,
+}
+
+/// The cluster: described by a file, or assumed.
+#[derive(Debug, Default, clap::Args)]
+#[command(next_help_heading = "Cluster")]
+pub struct HostArgs {
+    /// A cluster file (TOML); without one, hosts are assumed from the meshes
+    #[arg(long, value_name = "FILE")]
+    pub cluster: Option<PathBuf>,
+    /// The rate of a NIC, each way [default: 10Gbit, or the cluster file's]
+    #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
+    pub nic: Option<String>,
+    /// NICs a host [default: 1, or the cluster file's]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub nics: Option<u32>,
+    /// The rate of a device's link inside its host, each way [default: 100GB/s, or the cluster file's]
+    #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
+    pub local: Option<String>,
+    /// The time a message takes from host to host [default: 0, or the cluster file's]
+    #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
+    pub latency: Option<String>,
+    /// Devices a host [default: the length of each mesh's last axis]
+    #[arg(long, value_name = "N", conflicts_with = "cluster", value_parser = clap::value_parser!(u32).range(1..))]
+    pub devices_per_host: Option<u32>,
+}
+
+/// How to plan.
+#[derive(Debug, Default, clap::Args)]
+#[command(next_help_heading = "Planning")]
+pub struct PlanArgs {
+    /// sendrecv, allgather, broadcast:naive|balance|dfs|greedy, flow, or auto (the fastest of them)
+    #[arg(long, value_name = "S", default_value = "flow")]
+    pub strategy: String,
+    /// How much arrives before it is forwarded [default: chosen from the sizes]
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
+    pub chunk: Option<String>,
+    /// The most memory a device may need beside its tensors
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
+    pub max_extra_bytes: Option<String>,
+    /// For the randomized schedulers: same seed, same plan
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+}
+
+impl ProblemArgs {
+    pub fn problem(&self) -> Result<Problem> {
+        let pairs = match (&self.pairs, &self.src, &self.dst) {
+            (Some(file), ..) => read_pairs(file)?,
+            (None, Some(src), Some(dst)) => vec![(String::new(), parse_layout(src)?, parse_layout(dst)?)],
+            (None, Some(file), None) if looks_like_a_layout(file) => {
+                bail!("the destination of {file} is missing\nhint: give SRC and DST, or a file of pairs")
+            }
+            (None, Some(file), None) => read_pairs(Path::new(file))?,
+            (None, None, _) => bail!("nothing to plan\nhint: give SRC and DST, or --pairs FILE"),
+        };
+        Ok(Problem::new(pairs, self.hosts.hosts()?)?)
+    }
+}
+
+impl HostArgs {
+    pub fn hosts(&self) -> Result<Hosts> {
+        if let Some(cluster) = self.described()? {
+            return Ok(Hosts::Described(cluster));
+        }
+        let mut assumed = Assumed { devices_per_host: self.devices_per_host, ..Assumed::default() };
+        self.adjust_host(&mut assumed.host)?;
+        if let Some(text) = &self.latency {
+            assumed.latency_s = parse_seconds(text).context("the latency")?;
+        }
+        Ok(Hosts::Assumed(assumed))
+    }
+
+    /// The cluster of the file, if one was named, with the other flags on top.
+    pub fn described(&self) -> Result<Option<Cluster>> {
+        let Some(path) = &self.cluster else { return Ok(None) };
+        let mut cluster = read_cluster(path)?;
+        self.adjust(&mut cluster)?;
+        Ok(Some(cluster))
+    }
+
+    /// Puts the flags over what a cluster says.
+    pub fn adjust(&self, cluster: &mut Cluster) -> Result<()> {
+        for host in &mut cluster.hosts {
+            self.adjust_host(host)?;
+        }
+        if let Some(text) = &self.latency {
+            cluster.latency_s = parse_seconds(text).context("the latency")?;
+        }
+        Ok(())
+    }
+
+    fn adjust_host(&self, host: &mut Host) -> Result<()> {
+        if let Some(text) = &self.nic {
+            let rate = parse_rate(text).context("the NIC rate")?;
+            (host.nic_out_bytes_per_s, host.nic_in_bytes_per_s) = (rate, rate);
+        }
+        if let Some(text) = &self.local {
+            host.local_bytes_per_s = parse_rate(text).context("the local rate")?;
+        }
+        host.nics = self.nics.unwrap_or(host.nics);
+        Ok(())
+    }
+}
+
+impl PlanArgs {
+    pub fn options(&self) -> Result<PlanOptions> {
+        let bytes = |text: &Option<String>, flag| match text {
+            Some(text) => parse_bytes(text).context(flag).map(Some),
+            None => Ok(None),
+        };
+        Ok(PlanOptions {
+            strategy: self.strategy.parse::<Strategy>()?,
+            chunk_bytes: bytes(&self.chunk, "--chunk")?,
+            max_extra_bytes: bytes(&self.max_extra_bytes, "--max-extra-bytes")?,
+            seed: self.seed,
+        })
+    }
+}
+
+/// A layout, or the reason with a caret under it.
+pub fn parse_layout(text: &str) -> Result<Layout> {
+    Ok(text.parse::<Layout>()?)
+}
+
+fn looks_like_a_layout(text: &str) -> bool {
+    text.contains('@') && text.contains('(') && !Path::new(text).exists()
+}
+
+pub fn read_cluster(path: &Path) -> Result<Cluster> {
+    let text = read_text(path)?;
+    Cluster::from_toml(&text).with_context(|| path.display().to_string())
+}
+
+/// The text of a file; `-` is stdin.
+pub fn read_text(path: &Path) -> Result<String> {
+    let name = path.display();
+    if path == Path::new("-") {
+        let mut text = String::new();
+        std::io::stdin().read_to_string(&mut text).context("cannot read stdin")?;
+        return Ok(text);
+    }
+    if path.is_dir() {
+        bail!("cannot read {name}: it is a directory\nhint: name a file in it");
+    }
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read {name}"))?;
+    String::from_utf8(bytes).map_err(|e| {
+        anyhow!("cannot read {name}: it is not text (byte {} is not UTF-8)", e.utf8_error().valid_up_to())
+    })
+}
+
+/// A plan document and the plan it says.
+pub struct PlanFile {
+    pub doc: PlanDoc,
+    pub plan: Plan,
+}
+
+/// Reads a plan document; the error names the file.
+pub fn read_plan_doc(path: &Path) -> Result<PlanDoc> {
+    PlanDoc::parse(&read_text(path)?).with_context(|| path.display().to_string())
+}
+
+/// Reads a plan.
+pub fn read_plan(path: &Path) -> Result<PlanFile> {
+    let doc = read_plan_doc(path)?;
+    let plan = doc.to_plan().with_context(|| path.display().to_string())?;
+    Ok(PlanFile { doc, plan })
+}
+
+/// The named pairs of a file.
+pub fn read_pairs(path: &Path) -> Result<Vec<(String, Layout, Layout)>> {
+    let text = read_text(path)?;
+    let pairs = parse_pairs(&text).with_context(|| path.display().to_string())?;
+    if pairs.is_empty() {
+        bail!("{} names no tensor\nhint: {PAIR_HINT}", path.display());
+    }
+    Ok(pairs)
+}
+
+const PAIR_HINT: &str = "a line reads `NAME: SRC -> DST`; the name may be left out";
+
+fn parse_pairs(text: &str) -> Result<Vec<(String, Layout, Layout)>> {
+    let lines = text.lines().enumerate();
+    let lines = lines.map(|(i, line)| (i + 1, line.split('#').next().unwrap_or("").trim()));
+    lines
+        .filter(|(_, line)| !line.is_empty())
+        .map(|(number, line)| parse_pair(line).with_context(|| format!("line {number}")))
+        .collect()
+}
+
+fn parse_pair(line: &str) -> Result<(String, Layout, Layout)> {
+    let (name, rest) = match line.split_once(':') {
+        // A colon behind a bracket is the first axis's, as in `f32[8]@A{tp:2}(tp)`.
+        Some((name, rest)) if !name.contains(['[', '{', '@', '(']) => (name.trim(), rest),
+        _ => ("", line),
+    };
+    let Some((src, dst)) = rest.split_once("->") else {
+        bail!("no `->` between source and destination\nhint: {PAIR_HINT}");
+    };
+    Ok((name.to_string(), parse_layout(src.trim())?, parse_layout(dst.trim())?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_may_have_names_and_comments() {
+        let text = "# a model\n\nwq.0: f32[8]@A{tp:2}(tp) -> f32[8]@B{tp:2}(_)  # q\nf32[]@A{tp:2}() -> f32[]@B{tp:2}()\n";
+        let pairs = parse_pairs(text).unwrap();
+        assert_eq!(pairs.iter().map(|p| p.0.as_str()).collect::<Vec<_>>(), ["wq.0", ""]);
+        assert_eq!(pairs[0].2.to_string(), "f32[8]@B{tp:2}(_)");
+    }
+
+    #[test]
+    fn a_bad_pair_names_its_line() {
+        let message = |text| format!("{:#}", parse_pairs(text).unwrap_err());
+        assert!(message("\nf32[8]@A{tp:2}(tp)\n").starts_with("line 2: no `->`"));
+        assert!(
+            message("f32[8]@A{tp:2}(dp) -> f32[8]@B{tp:2}(_)").contains("line 1: mesh `A` has no axis `dp`")
+        );
+    }
+}

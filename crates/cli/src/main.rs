@@ -1,0 +1,75 @@
+//! The binary `crossmesh`: talks to people and files, and leaves every decision to `crossmesh-core`.
+//!
+//! ```text
+//! arguments -> input (files, notation) -> core (plan, verify, simulate) -> summary -> text, JSON, HTML
+//! ```
+//!
+//! Answers go to stdout, everything else to stderr. Exit 0: yes. 1: the answer is no. 2: could not do it.
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+mod chrome;
+mod commands;
+mod input;
+mod links;
+mod output;
+mod predict;
+#[cfg(test)]
+mod reference;
+mod report;
+mod suite;
+mod summary;
+
+/// What a command found out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Yes,
+    No,
+}
+
+/// Plan, explain, check and predict cross-mesh resharding.
+#[derive(Debug, Parser)]
+#[command(name = "crossmesh", version, propagate_version = true, disable_help_subcommand = true)]
+#[command(after_help = "Exit status: 0 yes, 1 the answer is no, 2 could not do it.
+
+Examples:
+  crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'
+  crossmesh bench reshard --predict")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Explain(commands::explain::Args),
+    Plan(commands::plan::Args),
+    Verify(commands::verify::Args),
+    Simulate(commands::simulate::Args),
+    Diff(commands::diff::Args),
+    Bench(commands::bench::Args),
+    Completions(commands::completions::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let answer = match cli.command {
+        Command::Explain(args) => commands::explain::run(&args),
+        Command::Plan(args) => commands::plan::run(&args),
+        Command::Verify(args) => commands::verify::run(&args),
+        Command::Simulate(args) => commands::simulate::run(&args),
+        Command::Diff(args) => commands::diff::run(&args),
+        Command::Bench(args) => commands::bench::run(&args),
+        Command::Completions(args) => commands::completions::run(&args, Cli::command()),
+    };
+    match answer {
+        Ok(Answer::Yes) => ExitCode::SUCCESS,
+        Ok(Answer::No) => ExitCode::from(1),
+        Err(error) => {
+            output::print_error(&error);
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! A plan with everything known about it: the program, its simulated run, and the bound.
+
+use anyhow::{Context, Result, bail};
+use crossmesh_core::program::Program;
+use crossmesh_core::reshard::doc::{Figures, PlanDoc};
+use crossmesh_core::reshard::{Bound, Plan, PlanOptions, Problem, lower, lower_bound, plan};
+use crossmesh_core::sim::simulate;
+use crossmesh_core::trace::Trace;
+use crossmesh_core::verify::{VerifyError, verify};
+
+use crate::output;
+
+/// A plan, what it lowers to, and how long that takes.
+pub struct Prediction {
+    pub plan: Plan,
+    pub program: Program,
+    pub trace: Trace,
+    pub bound: Bound,
+}
+
+impl Prediction {
+    /// Plans a problem, proves the plan and predicts it.
+    pub fn of_problem(problem: &Problem, options: &PlanOptions) -> Result<Self> {
+        let bound = lower_bound(problem)?;
+        Self::with_bound(proven_plan(problem, options)?, bound)
+    }
+
+    /// Predicts a plan that is already there.
+    pub fn of_plan(plan: Plan) -> Result<Self> {
+        let bound = lower_bound(&plan.problem).context("no lower bound")?;
+        Self::with_bound(plan, bound)
+    }
+
+    pub fn with_bound(plan: Plan, bound: Bound) -> Result<Self> {
+        let program = lower(&plan);
+        let trace = simulate(&program, &plan.problem.cluster).context("the plan cannot be simulated")?;
+        Ok(Self { plan, program, trace, bound })
+    }
+
+    /// The plan document, as text.
+    pub fn document(&self) -> String {
+        let figures = Figures {
+            lower_bound_s: self.bound.seconds,
+            predicted_s: self.seconds(),
+            peak_extra_bytes: self.peak_extra_bytes(),
+        };
+        PlanDoc::new(&self.plan, figures).to_json()
+    }
+
+    pub fn seconds(&self) -> f64 {
+        self.trace.makespan_s
+    }
+
+    /// The predicted time over the bound.
+    pub fn ratio(&self) -> f64 {
+        output::ratio(self.seconds(), self.bound.seconds)
+    }
+
+    /// The most memory a rank needs beside its tensors.
+    pub fn peak_extra_bytes(&self) -> u64 {
+        self.program.ranks.iter().map(|r| r.extra_bytes()).max().unwrap_or(0)
+    }
+}
+
+/// A plan that the verifier agrees with. Nobody is handed another.
+pub fn proven_plan(problem: &Problem, options: &PlanOptions) -> Result<Plan> {
+    let plan = plan(problem, options)?;
+    match verify(&plan) {
+        Ok(_) => Ok(plan),
+        Err(error) => bail!(
+            "the plan of strategy {} breaks a law: {}\nhint: this is a bug of crossmesh; try another --strategy",
+            plan.strategy,
+            Violation::from(error)
+        ),
+    }
+}
+
+/// The first law that a plan breaks, with rank, region and transfer.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct Violation {
+    pub law: &'static str,
+    pub message: String,
+}
+
+impl std::fmt::Display for Violation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.law, self.message)
+    }
+}
+
+impl From<VerifyError> for Violation {
+    fn from(error: VerifyError) -> Self {
+        Self { law: error.law().name(), message: error.to_string() }
+    }
+}

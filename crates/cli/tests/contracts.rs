@@ -1,0 +1,334 @@
+//! What other programs rely on: documents, exit codes, where answers go.
+
+mod common;
+
+use common::{Scratch, binary, crossmesh, crossmesh_reading, ok, said};
+use serde_json::Value;
+
+const SRC: &str = "f32[8,6]@A{tp:2}(tp,_)";
+const DST: &str = "f32[8,6]@B{tp:3}(_,tp)";
+
+fn plan_file(scratch: &Scratch, name: &str, extra: &[&str]) -> String {
+    let path = scratch.at(name);
+    ok(&[&["plan", SRC, DST, "-o", &path], extra].concat());
+    path
+}
+
+#[test]
+fn explain_and_plan_share_one_document() {
+    let scratch = Scratch::new();
+    let path = plan_file(&scratch, "plan.json", &[]);
+    let explained = ok(&["explain", SRC, DST, "--format", "json"]);
+    assert_eq!(explained.stdout, std::fs::read_to_string(path).unwrap());
+    let doc = explained.json();
+    assert_eq!(doc["schema"], "crossmesh.plan/1");
+    assert_eq!((&doc["src"], &doc["dst"]), (&SRC.into(), &DST.into()));
+    assert_eq!(doc["strategy"], "flow");
+    assert_eq!(doc["bytes"], 192);
+    assert_eq!(doc["devices"][2], serde_json::json!({ "rank": 2, "host": 1, "meshes": ["B"] }));
+    for (field, least) in [("lower_bound_s", 1e-7), ("predicted_s", 1e-7), ("peak_extra_bytes", 0.0)] {
+        assert!(doc[field].as_f64().unwrap() >= least, "{field}");
+    }
+    let first = &doc["transfers"][0];
+    for field in ["id", "src", "dst", "region", "bytes", "link", "after"] {
+        assert!(!first[field].is_null(), "{field}");
+    }
+}
+
+/// The list is complete: replaying it reproduces the destination, element by element.
+#[test]
+fn replaying_the_transfers_fills_the_destination() {
+    let doc = ok(&["explain", SRC, DST, "--format", "json"]).json();
+    let mut held: Vec<Vec<bool>> = vec![vec![false; 48]; 5];
+    for element in 0..48 {
+        held[usize::from(element / 6 >= 4)][element] = true;
+    }
+    for t in doc["transfers"].as_array().unwrap() {
+        let number = |v: &Value| v.as_u64().unwrap() as usize;
+        let (src, dst) = (number(&t["src"]), number(&t["dst"]));
+        let span = |dim: usize| number(&t["region"][dim][0])..number(&t["region"][dim][1]);
+        for (row, col) in span(0).flat_map(|row| span(1).map(move |col| (row, col))) {
+            assert!(held[src][row * 6 + col], "r{src} does not hold [{row}, {col}]");
+            assert!(!held[dst][row * 6 + col], "r{dst} gets [{row}, {col}] twice");
+            held[dst][row * 6 + col] = true;
+        }
+    }
+    for (column, held) in held[2..].iter().enumerate() {
+        let wanted: Vec<bool> = (0..48).map(|e| (e % 6) / 2 == column).collect();
+        assert_eq!(*held, wanted, "r{}", column + 2);
+    }
+}
+
+#[test]
+fn the_same_input_gives_the_same_bytes() {
+    for strategy in ["flow", "broadcast:greedy", "auto"] {
+        let run =
+            || ok(&["explain", SRC, DST, "--strategy", strategy, "--format", "json", "--seed", "7"]).stdout;
+        assert_eq!(run(), run(), "{strategy}");
+    }
+}
+
+#[test]
+fn the_last_line_of_explain_answers() {
+    let said = ok(&["explain", SRC, DST]);
+    assert!(
+        said.stdout.starts_with("reshard f32[8,6]  A{tp:2}(tp,_) -> B{tp:3}(_,tp)   192 B in 6 transfers\n")
+    );
+    assert!(said.last_line().starts_with("predicted") && said.last_line().ends_with("× the bound"));
+    for part in ["hosts\n", "transfers\n", "busiest links\n", "why\n", "peak extra memory", "lower bound"] {
+        assert!(said.stdout.contains(part), "{part} in {}", said.stdout);
+    }
+}
+
+#[test]
+fn every_strategy_plans_and_verifies() {
+    let scratch = Scratch::new();
+    for strategy in [
+        "sendrecv",
+        "allgather",
+        "broadcast",
+        "broadcast:naive",
+        "broadcast:balance",
+        "broadcast:dfs",
+        "flow",
+        "auto",
+    ] {
+        let path = plan_file(&scratch, "plan.json", &["--strategy", strategy]);
+        let said = ok(&["verify", &path]);
+        assert_eq!(said.stdout.lines().count(), 1, "{strategy}: {}", said.stdout);
+        assert!(said.stdout.contains("ok: "), "{strategy}: {}", said.stdout);
+    }
+}
+
+#[test]
+fn verify_says_no_with_the_law() {
+    let scratch = Scratch::new();
+    let text = std::fs::read_to_string(plan_file(&scratch, "plan.json", &[])).unwrap();
+    let mut doc: Value = serde_json::from_str(&text).unwrap();
+    doc["transfers"].as_array_mut().unwrap().pop();
+    let path = scratch.file("broken.json", doc.to_string());
+    let said = crossmesh(&["verify".as_ref(), path.as_os_str()]);
+    assert_eq!((said.code, said.stderr.as_str()), (1, ""));
+    assert!(said.stdout.contains("coverage"), "{}", said.stdout);
+    let said = crossmesh(&["verify".as_ref(), path.as_os_str(), "--format=json".as_ref()]);
+    assert_eq!(said.code, 1);
+    assert_eq!(said.json()["ok"], false);
+    assert_eq!(said.json()["violation"]["law"], "coverage");
+}
+
+#[test]
+fn verify_reads_stdin() {
+    let document = ok(&["explain", SRC, DST, "--format", "json"]).stdout;
+    assert_eq!(crossmesh_reading(&["verify", "-"], &document).code, 0);
+}
+
+#[test]
+fn simulate_predicts_what_plan_said() {
+    let scratch = Scratch::new();
+    let path = plan_file(&scratch, "plan.json", &[]);
+    let doc: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    let simulated = ok(&["simulate", &path, "--format", "json"]).json();
+    assert_eq!(simulated["schema"], "crossmesh.simulation/1");
+    assert_eq!(simulated["predicted_s"], doc["predicted_s"]);
+    assert_eq!(simulated["lower_bound_s"], doc["lower_bound_s"]);
+    let text = ok(&["simulate", &path]);
+    assert!(text.stdout.contains("busiest links") && text.last_line().contains("× the bound"));
+}
+
+#[test]
+fn simulate_takes_another_cluster() {
+    let scratch = Scratch::new();
+    let path = plan_file(&scratch, "plan.json", &[]);
+    let seconds = |extra: &[&str]| {
+        let said = ok(&[&["simulate", path.as_str(), "--format", "json"], extra].concat());
+        said.json()["predicted_s"].as_f64().unwrap()
+    };
+    let slow = scratch
+        .file("slow.toml", "[[host]]\ndevices = 2\nnic = '1Gbit'\n[[host]]\ndevices = 3\nnic = '1Gbit'\n");
+    let (base, by_file, by_flag) =
+        (seconds(&[]), seconds(&["--cluster", slow.to_str().unwrap()]), seconds(&["--nic", "1Gbit"]));
+    assert!((by_file / base - 10.0).abs() < 1e-6, "{by_file} {base}");
+    assert_eq!(by_file, by_flag);
+}
+
+#[test]
+fn a_trace_is_json_that_perfetto_reads() {
+    let scratch = Scratch::new();
+    let (path, trace) = (plan_file(&scratch, "plan.json", &[]), scratch.at("trace.json"));
+    ok(&["simulate", &path, "--trace", &trace]);
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(trace).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let count = |ph: &str| events.iter().filter(|e| e["ph"] == ph).count();
+    assert_eq!((count("b"), count("e")), (6, 6));
+    assert_eq!(count("M"), 2);
+    assert!(count("C") > 0);
+}
+
+#[test]
+fn diff_answers_by_exit_code() {
+    let scratch = Scratch::new();
+    let src = "f32[64,64]@A{h:1,g:2}(g,_)";
+    let dst = "f32[64,64]@B{h:2,g:2}(_,_)";
+    let (a, b) = (scratch.at("a.json"), scratch.at("b.json"));
+    ok(&["plan", src, dst, "-o", &a]);
+    ok(&["plan", src, dst, "-o", &b, "--strategy", "sendrecv"]);
+    assert_eq!(ok(&["diff", &a, &a]).stdout, "the plans are the same\n");
+    let said = crossmesh(&["diff", &a, &b]);
+    assert_eq!((said.code, said.stderr.as_str()), (1, ""));
+    for part in ["strategy", "flow", "sendrecv", "predicted", "\n- ", "\n+ ", "h0 to h1"] {
+        assert!(said.stdout.contains(part), "{part} in {}", said.stdout);
+    }
+    let json = crossmesh(&["diff", &a, &b, "--format", "json"]);
+    assert_eq!((json.code, &json.json()["same"]), (1, &Value::Bool(false)));
+}
+
+#[test]
+fn diff_sees_a_changed_order() {
+    let scratch = Scratch::new();
+    let a = plan_file(&scratch, "a.json", &[]);
+    let mut doc: Value = serde_json::from_str(&std::fs::read_to_string(&a).unwrap()).unwrap();
+    doc["transfers"][3]["after"] = serde_json::json!([0]);
+    let b = scratch.file("b.json", doc.to_string());
+    let said = crossmesh(&["diff", &a, b.to_str().unwrap()]);
+    assert_eq!(said.code, 1);
+    assert!(said.stdout.contains("order"), "{}", said.stdout);
+}
+
+#[test]
+fn many_tensors_are_planned_together() {
+    let scratch = Scratch::new();
+    let pairs = scratch.file(
+        "pairs.txt",
+        "# two weights\nwq: f32[8,6]@A{tp:2}(tp,_) -> f32[8,6]@B{tp:3}(_,tp)\nf32[4]@A{tp:2}(tp) -> f32[4]@B{tp:3}(_)\n",
+    );
+    let pairs = pairs.to_str().unwrap();
+    let by_flag = ok(&["explain", "--pairs", pairs, "--format", "json"]);
+    assert_eq!(by_flag.stdout, ok(&["explain", pairs, "--format", "json"]).stdout);
+    let doc = by_flag.json();
+    assert_eq!(doc["tensors"].as_array().unwrap().len(), 2);
+    assert_eq!(doc["tensors"][0]["name"], "wq");
+    assert!(doc.get("src").is_none());
+    assert!(ok(&["explain", pairs]).stdout.contains("2 tensors"));
+    assert_eq!(crossmesh_reading(&["verify", "-"], &by_flag.stdout).code, 0);
+}
+
+#[test]
+fn other_notations_are_read() {
+    let ours = ok(&["explain", "f32[8,6]@A{x:2,y:2}(x+y,_)", DST, "--format", "json"]).stdout;
+    assert_eq!(ok(&["explain", "f32[8,6]@A:2x2 S01R", DST, "--format", "json"]).stdout, ours);
+}
+
+#[test]
+fn a_cluster_file_is_heard() {
+    let scratch = Scratch::new();
+    let cluster = scratch.file("c.toml", "[[host]]\ncount = 2\ndevices = 4\nnic = '100Gbit'\n");
+    let cluster = cluster.to_str().unwrap();
+    let doc = ok(&["explain", SRC, DST, "--cluster", cluster, "--format", "json"]).json();
+    assert_eq!(doc["devices"].as_array().unwrap().len(), 8);
+    // Ranks 2 and 3 share the source's host; only rank 4 is across the network.
+    let crossing = doc["transfers"].as_array().unwrap().iter().filter(|t| t["link"] == "nic");
+    assert!(crossing.clone().count() > 0 && crossing.clone().all(|t| t["dst"] == 4));
+}
+
+#[test]
+fn bench_ends_with_the_worst_flow_ratio() {
+    let said = ok(&["bench", "reshard", "--predict"]);
+    assert!(said.last_line().starts_with("worst flow ratio over 16 cases: 1.0"), "{}", said.stdout);
+    let json = ok(&["bench", "reshard", "--predict", "--format", "json"]).json();
+    assert_eq!(json["schema"], "crossmesh.bench/1");
+    let cases = json["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 16);
+    for case in cases {
+        let strategies = case["strategies"].as_array().unwrap();
+        assert_eq!(strategies.len(), 7);
+        for s in strategies.iter().filter(|s| s["reference_t"].is_f64()) {
+            let (t, reference) = (s["t"].as_f64().unwrap(), s["reference_t"].as_f64().unwrap());
+            assert!((t / reference - 1.0).abs() <= 0.05, "{}: {s}", case["name"]);
+        }
+        let flow = strategies.iter().find(|s| s["strategy"] == "flow").unwrap();
+        let over = flow["over_bound"].as_f64().unwrap();
+        assert!((0.999..=1.02).contains(&over), "{}: {over}", case["name"]);
+    }
+}
+
+#[test]
+fn bench_takes_a_suite_of_ones_own() {
+    let scratch = Scratch::new();
+    let suite = scratch.file(
+        "mine.toml",
+        format!("schema = 'crossmesh.suite/1'\nname = 'mine'\n[[case]]\nname = 'one'\nsrc = '{SRC}'\ndst = '{DST}'\n"),
+    );
+    let said = ok(&["bench", "reshard", "--predict", "--suite", suite.to_str().unwrap()]);
+    assert!(said.stdout.starts_with("suite mine"));
+    assert!(said.last_line().ends_with("in case one"));
+}
+
+#[test]
+fn reports_are_single_pages() {
+    let scratch = Scratch::new();
+    let (plan, bench) = (scratch.at("plan.html"), scratch.at("bench.html"));
+    ok(&["explain", SRC, DST, "--html", &plan]);
+    ok(&["bench", "reshard", "--predict", "--case", "n-to-m 1", "--html", &bench]);
+    for (path, parts) in
+        [(plan, ["Traffic between hosts", "NICs over time"]), (bench, ["Over the bound", "n-to-m 1"])]
+    {
+        let html = std::fs::read_to_string(path).unwrap();
+        assert!(html.starts_with("<!doctype html>") && html.ends_with("</html>\n"));
+        assert!(!html.contains("src=\"http") && !html.contains("href="), "it loads nothing");
+        for part in parts.iter().chain(&["boundline", "<svg", "crossmesh explain", "crossmesh bench"][..2]) {
+            assert!(html.contains(part), "{part}");
+        }
+        let data = html.split("id=\"data\">").nth(1).unwrap().split("</script>").next().unwrap();
+        serde_json::from_str::<Value>(data).unwrap();
+    }
+}
+
+#[test]
+fn every_command_has_help_with_examples() {
+    for command in ["explain", "plan", "verify", "simulate", "diff", "completions"] {
+        let said = ok(&[command, "--help"]);
+        assert!(said.stdout.contains("Examples:"), "{command}");
+    }
+    assert!(ok(&["bench", "reshard", "--help"]).stdout.contains("Examples:"));
+    assert!(ok(&["bench", "--help"]).stdout.contains("Examples:"));
+}
+
+#[test]
+fn shells_get_completions() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        assert!(ok(&["completions", shell]).stdout.contains("crossmesh"), "{shell}");
+    }
+}
+
+/// `crossmesh … | head -1`: the reader goes away, and nobody minds.
+#[test]
+fn a_closed_pipe_is_no_error() {
+    use std::process::Stdio;
+    for args in [&["bench", "reshard", "--predict"][..], &["completions", "bash"], &["--help"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let out =
+            binary().args(args).stdin(Stdio::null()).stdout(writer).stderr(Stdio::piped()).output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&out.stderr), "", "{args:?}");
+        assert_eq!(out.status.code(), Some(0), "{args:?}");
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_an_error() {
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let out = binary()
+        .args(["explain", SRC, DST])
+        .stdout(full)
+        .stderr(std::process::Stdio::piped())
+        .output()
+        .unwrap();
+    assert_eq!(out.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&out.stderr).starts_with("error: cannot write to stdout"));
+}
+
+#[test]
+fn version_is_printed() {
+    assert!(said(binary().arg("--version")).stdout.starts_with("crossmesh 0."));
+}
