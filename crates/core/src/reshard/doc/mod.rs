@@ -25,7 +25,6 @@ pub use error::PlanDocError;
 use crate::id::TransferId;
 
 use super::plan::{Plan, Transfer};
-use crate::id::TransferId;
 
 /// The one schema this program reads and writes.
 pub const SCHEMA: &str = "crossmesh.plan/1";

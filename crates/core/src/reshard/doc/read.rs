@@ -160,9 +160,15 @@ struct TransferReader<'a> {
 
 impl<'a> TransferReader<'a> {
     fn new(doc: &'a PlanDoc) -> Result<Self, PlanDocError> {
-        for pair in doc.transfers.windows(2) {
-            if pair[1].id <= pair[0].id {
-                return Err(PlanDocError::IdOrder { id: pair[1].id, previous: pair[0].id });
+        for (i, pair) in doc.transfers.windows(2).enumerate() {
+            let (previous, id) = (pair[0].id, pair[1].id);
+            if id <= previous {
+                let twice = doc.transfers[..=i].iter().any(|t| t.id == id);
+                return Err(if twice {
+                    PlanDocError::IdTwice { id }
+                } else {
+                    PlanDocError::IdOrder { id, previous }
+                });
             }
         }
         let dense = (0..).zip(&doc.transfers).all(|(i, t)| t.id == i);
