@@ -13,12 +13,10 @@ const WAYS: [Way; 3] = [Way::Direct, Way::Chain, Way::Ordered];
 /// The plans of every strategy that can plan this, and of the simple ways.
 fn plans(problem: &Problem) -> Vec<Plan> {
     let mut plans: Vec<Plan> = WAYS.map(|way| simple::plan(problem, way)).into();
-    let partial = problem.reshards.iter().any(|r| r.src.layout.num_contributions() > 1);
-    // `flow` plans partial sums once it has learned to; the others say that they cannot.
-    for strategy in Strategy::CONCRETE.into_iter().filter(|s| !partial || *s != Strategy::Flow) {
+    for strategy in Strategy::CONCRETE {
         match plan(problem, &PlanOptions { strategy, ..PlanOptions::default() }) {
             Ok(plan) => plans.push(plan),
-            Err(PlanError::CannotReduce { .. }) => {}
+            Err(PlanError::CannotReduce { .. }) if strategy != Strategy::Flow => {}
             Err(error) => panic!("{strategy} cannot plan: {error}"),
         }
     }

@@ -146,15 +146,20 @@ impl Emitter<'_> {
             ranks.rotate_left(turns);
             ranks
         });
+        let adders: Vec<Rank> = adders.collect();
+        // If the root adds nothing, the last adder has the whole sum before it.
+        let root_adds = part_of.contains_key(&root);
+        let complete = adders.last().copied().filter(|_| !root_adds);
+        let unserved = |r: &Rank| *r != root && Some(*r) != complete;
         let mut others: Vec<(HostId, Vec<Rank>)> = receivers
             .iter()
-            .map(|(&host, ranks)| (host, ranks.iter().copied().filter(|&r| r != root).collect()))
+            .map(|(&host, ranks)| (host, ranks.iter().copied().filter(unserved).collect()))
             .collect();
         others.sort_by_key(|(host, _)| (*host != root_host, host.0 <= root_host.0, host.0));
         Path {
-            adders: adders.collect(),
+            adders,
             root,
-            root_adds: part_of.contains_key(&root),
+            root_adds,
             others: others
                 .into_iter()
                 .map(|(_, mut ranks)| {
@@ -214,7 +219,8 @@ impl Emitter<'_> {
         for receivers in &path.others {
             let (mut from, mut since) = (host_from, host_since);
             for (i, &to) in receivers.iter().enumerate() {
-                let after: Vec<TransferId> = since.into_iter().chain(read_by.get(&to).copied()).collect();
+                let read = read_by.get(&to).copied().filter(|&read| Some(read) != since);
+                let after: Vec<TransferId> = since.into_iter().chain(read).collect();
                 since = Some(self.plan.add(sum.tensor, from, to, region, &after));
                 from = to;
                 if i == 0 && !self.problem.topology.same_host(to, path.root) {
