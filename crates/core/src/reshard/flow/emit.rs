@@ -491,7 +491,7 @@ fn on_host<'a>(set: &'a [Rank], host: HostId, topology: &Topology) -> &'a [Rank]
     &set[start..start + len]
 }
 
-/// Items next to each other with the same sets. [`super::sort_classes`] has brought them together.
+/// Items next to each other with the same sets. [`Demands::of`] has brought them together.
 fn stretches(class: &Class, demands: &Demands) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = vec![];
     let mut at = 0;

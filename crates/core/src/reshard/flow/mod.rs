@@ -1,7 +1,7 @@
 //! `flow`: plans at the bound.
 //!
 //! Four steps, each a module: what has to move ([`super::demand`]); how fast it can be done at all
-//! ([`super::bound`]); who sends what, along which trees of hosts ([`routes`]) and through which ports ([`ports`]);
+//! ([`super::bound`]); who sends what, along which trees of hosts ([`mod@routes`]) and through which ports ([`ports`]);
 //! and the transfers that do it ([`emit`], and [`sums`] for partial sums). Clusters with tiers have routes of their own
 //! ([`tiers`]).
 //!
