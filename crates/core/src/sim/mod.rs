@@ -36,6 +36,8 @@ pub enum SimError {
         "nothing moves after {now_s} s: {left} messages wait, the first from {src} to {dst}\nhint: verify the plan first"
     )]
     Stuck { now_s: f64, left: usize, src: Rank, dst: Rank },
+    #[error("the simulation does not come to an end: {events} events for {messages} messages, at {now_s} s")]
+    Endless { events: u64, messages: usize, now_s: f64 },
 }
 
 /// Interprets a program on a cluster.
@@ -48,9 +50,13 @@ pub fn simulate(program: &Program, cluster: &Cluster) -> Result<Trace, SimError>
         });
     }
     let mut sim = Sim::new(program, cluster, &topology)?;
-    sim.run();
+    sim.run()?;
     sim.into_trace()
 }
+
+/// More events than this per message would be a mistake of ours. A message has a handful, and a few more for every
+/// chunk that its stream falls behind and catches up.
+const MAX_EVENTS_PER_MESSAGE: u64 = 10_000;
 
 /// Events closer together than this share of the time passed are one event.
 const SAME_TIME: f64 = 1e-9;
@@ -143,25 +149,30 @@ impl Sim {
         })
     }
 
-    fn run(&mut self) {
+    fn run(&mut self) -> Result<(), SimError> {
         for copy in 0..self.wiring.copies.len() as u32 {
             if self.wiring.copies[copy as usize].pending == 0 {
                 self.endings.push(Ending::Copied(copy));
             }
         }
-        loop {
-            self.settle();
-            let Some(Reverse((Ordered(time), event))) = self.events.pop() else { return };
+        let messages = self.wiring.messages.len();
+        let most = MAX_EVENTS_PER_MESSAGE * (100 + messages as u64);
+        let mut events = 0;
+        self.settle();
+        while let Some(Reverse((Ordered(time), event))) = self.events.pop() {
+            // Events of one moment are handled together, before links are shared anew.
             self.now_s = self.now_s.max(time);
             self.handle(event);
-            while let Some(&Reverse((Ordered(next), event))) = self.events.peek() {
-                if next > self.now_s * (1.0 + SAME_TIME) {
-                    break;
-                }
-                self.events.pop();
-                self.handle(event);
+            let next = self.events.peek().map(|Reverse((Ordered(next), _))| *next);
+            if next.is_none_or(|next| next > self.now_s * (1.0 + SAME_TIME)) {
+                self.settle();
+            }
+            events += 1;
+            if events > most {
+                return Err(SimError::Endless { events, messages, now_s: self.now_s });
             }
         }
+        Ok(())
     }
 
     /// Starts what can start and shares the links anew, until nothing more follows from it.
@@ -431,7 +442,8 @@ impl Sim {
         };
         let rate = self.network.flows[channel as usize].rate;
         self.channels[channel as usize].version += 1;
-        if rate <= 0.0 {
+        // What is parked waits for an arrival; its rate may not have been taken away yet.
+        if rate <= 0.0 || self.network.flows[channel as usize].parked {
             return;
         }
         let sent = self.sent(channel);

@@ -219,3 +219,17 @@ fn two_streams_through_one_relay_share_its_way_out() {
     }
     assert_close(sketch.seconds(&hosts(5), 100), 10.0 + 2.0 * 0.1);
 }
+
+/// A fast second hop catches up with bytes that are still on the wire, and has to wait for them.
+#[test]
+fn a_follower_waits_for_what_is_still_on_the_wire() {
+    let mut cluster = Cluster { latency_s: 1.0, ..hosts(3) };
+    cluster.hosts[1].nic_out_bytes_per_s = 4000.0;
+    cluster.hosts[2].nic_in_bytes_per_s = 4000.0;
+    let mut sketch = Sketch::default();
+    let first = sketch.message(0, 1, 10_000);
+    let second = sketch.message(1, 2, 10_000);
+    sketch.follows.push((second, first));
+    // The last chunk is at r1 after 11 s; it takes a fortieth of a second, and a second on the wire.
+    assert_close(sketch.seconds(&cluster, 100), 11.0 + 0.025 + 1.0);
+}
