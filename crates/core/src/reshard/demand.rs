@@ -158,7 +158,21 @@ impl Demands {
         let mut local: FxHashMap<(Vec<u32>, Vec<u32>), u32> = FxHashMap::default();
         // Pieces of one pair of sets are all alike: look the pair up, not its ranks.
         let mut known: FxHashMap<(RankSet, RankSet), Vec<(bool, u32)>> = FxHashMap::default();
+        // Sets with no host in common are alike if only their hosts are, and of those there are far fewer.
+        let names = HostNames::of(&self.sets, topology);
+        let mut apart: FxHashMap<(u32, u32), Option<u32>> = FxHashMap::default();
         for (index, item) in self.items.iter().enumerate() {
+            let pair = (names.of_set[item.holders as usize], names.of_set[item.wanters as usize]);
+            let class = *apart.entry(pair).or_insert_with(|| {
+                let (holders, wanters) = (&names.hosts[pair.0 as usize], &names.hosts[pair.1 as usize]);
+                let is_apart = !wanters.iter().any(|h| holders.binary_search(h).is_ok());
+                is_apart.then(|| class_of((holders.clone(), wanters.clone()), &mut remote, &mut self.remote))
+            });
+            if let Some(class) = class {
+                self.remote[class as usize].items.push(index as u32);
+                self.remote[class as usize].bytes += item.bytes;
+                continue;
+            }
             let places = known.entry((item.holders, item.wanters)).or_insert_with(|| {
                 for set in [item.holders, item.wanters] {
                     hosts.entry(set).or_insert_with(|| HostSets::of(&self.sets[set as usize], topology));
@@ -195,6 +209,31 @@ fn class_of(
         classes.push(Class { holders: holders.clone(), receivers: receivers.clone(), ..Class::default() });
         classes.len() as u32 - 1
     })
+}
+
+/// The hosts of every rank set; sets on the same hosts have the same number.
+struct HostNames {
+    of_set: Vec<u32>,
+    /// By number, rising.
+    hosts: Vec<Vec<u32>>,
+}
+
+impl HostNames {
+    fn of(sets: &[Vec<Rank>], topology: &Topology) -> Self {
+        let mut known: FxHashMap<Vec<u32>, u32> = FxHashMap::default();
+        let mut hosts = Vec::new();
+        let name = |set: &Vec<Rank>| {
+            let mut on: Vec<u32> = set.iter().map(|rank| topology.host(*rank).0).collect();
+            on.sort_unstable();
+            on.dedup();
+            *known.entry(on).or_insert_with_key(|on| {
+                hosts.push(on.clone());
+                hosts.len() as u32 - 1
+            })
+        };
+        let of_set = sets.iter().map(name).collect();
+        Self { of_set, hosts }
+    }
 }
 
 /// A rank set, by host.

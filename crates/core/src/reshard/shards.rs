@@ -8,11 +8,61 @@
 //!                              dim 1   0:3                [1:3, 0:3] does not: 1:3 is in neither span
 //! ```
 
+use rustc_hash::FxHashMap;
+
 use crate::id::Rank;
-use crate::layout::boxes;
+use crate::layout::{Layout, boxes};
 use crate::region::{Region, Span};
 
-use super::problem::Placed;
+use super::problem::{Placed, Problem, Reshard};
+
+/// Both layouts of a tensor, looked up.
+#[derive(Debug)]
+pub struct Sides {
+    pub src: Shards,
+    pub dst: Shards,
+}
+
+/// Both layouts of every tensor. A model has few layouts and many tensors: those alike share one look-up.
+#[derive(Debug, Default)]
+pub struct AllSides {
+    kinds: Vec<Sides>,
+    /// By tensor.
+    kind_of: Vec<u32>,
+}
+
+impl AllSides {
+    pub fn of(problem: &Problem) -> Self {
+        type Key<'a> = (&'a Layout, &'a [Rank], &'a Layout, &'a [Rank]);
+        let num_ranks = problem.topology.num_ranks();
+        let mut known: FxHashMap<Key, u32> = FxHashMap::default();
+        let mut all = Self::default();
+        for Reshard { src, dst, .. } in &problem.reshards {
+            let kind =
+                *known.entry((&src.layout, &src.ranks, &dst.layout, &dst.ranks)).or_insert_with(|| {
+                    all.kinds
+                        .push(Sides { src: Shards::new(src, num_ranks), dst: Shards::new(dst, num_ranks) });
+                    all.kinds.len() as u32 - 1
+                });
+            all.kind_of.push(kind);
+        }
+        all
+    }
+
+    pub fn tensor(&self, tensor: u32) -> &Sides {
+        &self.kinds[self.kind_of[tensor as usize] as usize]
+    }
+
+    /// Of every tensor, in order.
+    pub fn iter(&self) -> impl Iterator<Item = &Sides> {
+        self.kind_of.iter().map(|&kind| &self.kinds[kind as usize])
+    }
+
+    /// Whether some tensor is a partial sum.
+    pub fn any_partial(&self) -> bool {
+        self.kinds.iter().any(|s| s.src.is_partial())
+    }
+}
 
 /// The shard of every rank under one placed layout.
 #[derive(Debug)]
@@ -25,6 +75,9 @@ pub struct Shards {
     /// Part `p` holds `spans[part_starts[p]..part_starts[p + 1]]`.
     part_starts: Vec<u32>,
     spans: Vec<Span>,
+    /// By place in the mesh and dim: its one span. Empty unless every part has exactly one, as all but fused and empty
+    /// parts have.
+    only: Vec<Span>,
     /// By place in the mesh: its part of the partial sum.
     contributions: Vec<u32>,
     num_contributions: usize,
@@ -42,6 +95,7 @@ impl Shards {
             parts: Vec::with_capacity(placed.ranks.len() * num_dims),
             part_starts: vec![0],
             spans: vec![],
+            only: vec![],
             contributions: Vec::with_capacity(placed.ranks.len()),
             num_contributions: layout.num_contributions(),
         };
@@ -53,6 +107,10 @@ impl Shards {
             let parts = (0..num_dims).map(|dim| first_parts[dim] + layout.part_at(dim, &coord) as u32);
             shards.parts.extend(parts);
             shards.contributions.push(layout.contribution_at(&coord) as u32);
+        }
+        if shards.spans.len() + 1 == shards.part_starts.len() && shards.part_starts.is_sorted_by(|a, b| a < b)
+        {
+            shards.only = shards.parts.iter().map(|&part| shards.spans[part as usize]).collect();
         }
         shards
     }
@@ -68,12 +126,7 @@ impl Shards {
     }
 
     fn dims(&self, rank: Rank) -> Option<impl Iterator<Item = &[Span]>> {
-        let position = *self.positions.get(rank.index())?;
-        if position == ABSENT {
-            return None;
-        }
-        let parts = &self.parts[position as usize * self.num_dims..][..self.num_dims];
-        Some(parts.iter().map(|&part| {
+        Some(self.tile(rank)?.iter().map(|&part| {
             let (start, end) = (self.part_starts[part as usize], self.part_starts[part as usize + 1]);
             &self.spans[start as usize..end as usize]
         }))
@@ -81,6 +134,11 @@ impl Shards {
 
     /// Whether the whole box lies in the rank's shard.
     pub fn contains(&self, rank: Rank, region: &Region) -> bool {
+        let Some(&position) = self.positions.get(rank.index()) else { return false };
+        if !self.only.is_empty() && position != ABSENT {
+            let held = &self.only[position as usize * self.num_dims..][..self.num_dims];
+            return held.iter().zip(region.spans()).all(|(h, span)| h.contains(*span));
+        }
         let Some(dims) = self.dims(rank) else { return false };
         dims.zip(region.spans()).all(|(held, span)| held.iter().any(|h| h.contains(*span)))
     }
@@ -89,6 +147,12 @@ impl Shards {
     pub fn overlaps(&self, rank: Rank, region: &Region) -> bool {
         let Some(dims) = self.dims(rank) else { return false };
         dims.zip(region.spans()).all(|(held, span)| held.iter().any(|h| h.intersect(*span).is_some()))
+    }
+
+    /// What tells shards apart: two ranks with equal tiles hold the same. None outside the mesh.
+    pub fn tile(&self, rank: Rank) -> Option<&[u32]> {
+        let position = *self.positions.get(rank.index())?;
+        (position != ABSENT).then(|| &self.parts[position as usize * self.num_dims..][..self.num_dims])
     }
 
     /// The rank's boxes; none where it holds nothing.

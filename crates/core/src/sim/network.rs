@@ -85,6 +85,8 @@ pub(super) struct Flow {
     in_fill: bool,
     frozen: bool,
     fill_weight: f64,
+    /// The filling that `fill_weight` is of.
+    weighed_in: u32,
 }
 
 /// A float that can sit in a heap; times and levels are never NaN.
@@ -125,6 +127,7 @@ pub(super) struct Network {
     joined: Vec<u32>,
     /// Links that a channel left.
     left: Vec<u32>,
+    fillings: u32,
 }
 
 impl Network {
@@ -145,6 +148,7 @@ impl Network {
             path,
             joined: vec![],
             left: vec![],
+            fillings: 0,
         }
     }
 
@@ -288,6 +292,7 @@ impl Network {
     }
 
     fn fill(&mut self, links: &[u32], channels: &[u32]) {
+        self.fillings += 1;
         for &link in links {
             let state = &mut self.links[link as usize];
             (state.left, state.weight, state.open_users) = (state.bytes_per_s, 0.0, 0);
@@ -333,18 +338,39 @@ impl Network {
         state.left.max(0.0) / state.weight
     }
 
-    /// Prepares a channel for a filling. A follower weighs no more than the channels it follows: then it is never
-    /// given more than them, whichever is settled first.
+    /// A channel's weight in this filling. A follower weighs no more than the channels it follows: then it is never
+    /// given more than them, whichever is settled first. Chains are long, so each is walked once.
+    fn weigh(&mut self, channel: u32) -> f64 {
+        let flow = &mut self.flows[channel as usize];
+        if flow.leader.is_none() {
+            (flow.fill_weight, flow.weighed_in) = (flow.weight, self.fillings);
+            return flow.weight;
+        }
+        let mut unweighed = vec![];
+        let (mut weight, mut next) = (f64::INFINITY, Some(channel));
+        while let Some(c) = next {
+            let flow = &self.flows[c as usize];
+            if flow.weighed_in == self.fillings {
+                weight = flow.fill_weight;
+                break;
+            }
+            unweighed.push(c);
+            next = flow.leader;
+        }
+        for c in unweighed.into_iter().rev() {
+            let flow = &mut self.flows[c as usize];
+            weight = weight.min(flow.weight);
+            (flow.fill_weight, flow.weighed_in) = (weight, self.fillings);
+        }
+        weight
+    }
+
+    /// Prepares a channel for a filling.
     fn open(&mut self, channel: u32) {
         self.release(channel);
-        let mut weight = self.flows[channel as usize].weight;
-        let mut leader = self.flows[channel as usize].leader;
-        while let Some(l) = leader {
-            weight = weight.min(self.flows[l as usize].weight);
-            leader = self.flows[l as usize].leader;
-        }
+        let weight = self.weigh(channel);
         let flow = &mut self.flows[channel as usize];
-        (flow.fill_weight, flow.frozen) = (weight, flow.parked);
+        flow.frozen = flow.parked;
         if flow.parked {
             flow.rate = 0.0;
             return;

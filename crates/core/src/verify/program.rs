@@ -26,16 +26,25 @@ type At = (u32, u32);
 const NOWHERE: At = (u32::MAX, u32::MAX);
 const NO_NODE: u32 = u32::MAX;
 
+/// Both ends of a message, and the message before it on its channel as either end sees it.
+#[derive(Debug, Clone, Copy)]
+struct Ends {
+    send: At,
+    recv: At,
+    sent_after: u32,
+    received_after: u32,
+}
+
+const NO_ENDS: Ends = Ends { send: NOWHERE, recv: NOWHERE, sent_after: NO_NODE, received_after: NO_NODE };
+
 /// A program as a graph of messages and copies. Node `i` below `num_messages` is the message with tag `i`.
 pub struct Graph<'a> {
     program: &'a Program,
-    sends: Vec<At>,
-    recvs: Vec<At>,
+    messages: Vec<Ends>,
+    /// In order of place.
     copies: Vec<At>,
-    /// By message: the one before it on its channel.
-    previous: Vec<u32>,
-    /// By rank and op: its node.
-    nodes: Vec<Vec<u32>>,
+    /// Whether copies wait for nothing, and messages only for copies and for messages with smaller tags.
+    in_tag_order: bool,
 }
 
 /// A graph without a circle: its nodes in an order they could run in, and each node's place there.
@@ -47,43 +56,72 @@ pub struct Order {
 impl<'a> Graph<'a> {
     /// Matches sends and receives.
     pub fn new(program: &'a Program) -> Result<Self, VerifyError> {
-        let ops = || program.ranks.iter().flat_map(|r| &r.ops);
-        let num_messages = ops().filter(|op| matches!(op.kind, OpKind::Send { .. })).count();
-        let mut graph = Graph {
-            program,
-            sends: vec![NOWHERE; num_messages],
-            recvs: vec![NOWHERE; num_messages],
-            copies: vec![],
-            previous: vec![NO_NODE; num_messages],
-            nodes: vec![],
-        };
-        for (rank, program) in (0..).zip(&program.ranks) {
-            let nodes: Result<Vec<u32>, VerifyError> =
-                (0..).zip(&program.ops).map(|(i, op)| graph.add((rank, i), op)).collect();
-            graph.nodes.push(nodes?);
+        let num_ops: usize = program.ranks.iter().map(|r| r.ops.len()).sum();
+        // Every message has two ops; a program with larger tags leaves some unused.
+        let messages = vec![NO_ENDS; num_ops.div_ceil(2)];
+        let mut graph = Graph { program, messages, copies: vec![], in_tag_order: true };
+        let mut num_messages = 0;
+        let mut bad_dependency = None;
+        let (mut sent, mut received) = (Channels::new(program), Channels::new(program));
+        for (rank, ops) in (0..).map(Rank).zip(&program.ranks) {
+            num_messages += graph.add_rank(rank, ops, &mut sent, &mut received)?;
+            bad_dependency = bad_dependency.or_else(|| graph.bad_dependency(rank, ops));
         }
+        graph.close(num_messages)?;
         graph.match_ends()?;
         graph.match_channels()?;
-        graph.check_dependencies()?;
-        Ok(graph)
+        bad_dependency.map_or(Ok(graph), Err)
     }
 
-    fn add(&mut self, at: At, op: &Op) -> Result<u32, VerifyError> {
-        let (tag, ends, what, missing) = match op.kind {
-            OpKind::Send { tag, .. } => (tag, &mut self.sends, "sends", "receives"),
-            OpKind::Recv { tag, .. } => (tag, &mut self.recvs, "receives", "sends"),
-            OpKind::Copy { .. } => {
-                self.copies.push(at);
-                return Ok((self.sends.len() + self.copies.len()) as u32 - 1);
+    /// Notes a rank's ends of messages, and its copies. Answers how many sends there are.
+    fn add_rank(
+        &mut self,
+        rank: Rank,
+        program: &RankProgram,
+        sent: &mut Channels,
+        received: &mut Channels,
+    ) -> Result<usize, VerifyError> {
+        let mut num_sends = 0;
+        for (i, op) in (0..).zip(&program.ops) {
+            let at = (rank.0, i);
+            match op.kind {
+                OpKind::Send { to, lane, tag, .. } => {
+                    let ends = self.messages.get_mut(tag as usize).filter(|e| e.send == NOWHERE);
+                    let Some(ends) = ends else { return Err(self.no_place(at, tag, "sends", "receives")) };
+                    ends.send = at;
+                    ends.sent_after = sent.follow(rank, to, lane, tag);
+                    num_sends += 1;
+                }
+                OpKind::Recv { from, lane, tag, .. } => {
+                    let ends = self.messages.get_mut(tag as usize).filter(|e| e.recv == NOWHERE);
+                    let Some(ends) = ends else { return Err(self.no_place(at, tag, "receives", "sends")) };
+                    ends.recv = at;
+                    ends.received_after = received.follow(rank, from, lane, tag);
+                }
+                OpKind::Copy { .. } => self.copies.push(at),
             }
-        };
-        let rank = Rank(at.0);
-        let end = ends.get_mut(tag as usize).ok_or(VerifyError::Unmatched { rank, tag, what, missing })?;
-        if *end != NOWHERE {
-            return Err(VerifyError::NotOnce { rank, tag, what, count: 2 });
         }
-        *end = at;
-        Ok(tag)
+        Ok(num_sends)
+    }
+
+    fn no_place(&self, at: At, tag: u32, what: &'static str, missing: &'static str) -> VerifyError {
+        match (tag as usize) < self.messages.len() {
+            true => VerifyError::NotOnce { rank: Rank(at.0), tag, what, count: 2 },
+            false => unmatched(at.0, tag, what, missing),
+        }
+    }
+
+    /// Ends the list of messages. No tag is as large as there are sends, so every tag below is sent.
+    fn close(&mut self, num_messages: usize) -> Result<(), VerifyError> {
+        for (tag, ends) in (0..).zip(&self.messages).skip(num_messages) {
+            match (ends.send, ends.recv) {
+                (NOWHERE, NOWHERE) => {}
+                (NOWHERE, (rank, _)) => return Err(unmatched(rank, tag, "receives", "sends")),
+                ((rank, _), _) => return Err(unmatched(rank, tag, "sends", "receives")),
+            }
+        }
+        self.messages.truncate(num_messages);
+        Ok(())
     }
 
     fn op(&self, at: At) -> &'a Op {
@@ -91,20 +129,17 @@ impl<'a> Graph<'a> {
     }
 
     fn match_ends(&self) -> Result<(), VerifyError> {
-        for (tag, (&send_at, &recv_at)) in (0..).zip(self.sends.iter().zip(&self.recvs)) {
-            match (send_at, recv_at) {
-                (NOWHERE, NOWHERE) => continue,
-                (NOWHERE, (rank, _)) => return Err(unmatched(rank, tag, "receives", "sends")),
-                ((rank, _), NOWHERE) => return Err(unmatched(rank, tag, "sends", "receives")),
-                _ => {}
+        for (tag, ends) in (0..).zip(&self.messages) {
+            if ends.recv == NOWHERE {
+                return Err(unmatched(ends.send.0, tag, "sends", "receives"));
             }
-            let (send, recv) = (self.op(send_at), self.op(recv_at));
+            let (send, recv) = (self.op(ends.send), self.op(ends.recv));
             let (OpKind::Send { to, lane, .. }, OpKind::Recv { from, lane: other_lane, .. }) =
                 (send.kind, recv.kind)
             else {
                 unreachable!("only sends and receives have tags");
             };
-            let what = if to.0 != recv_at.0 || from.0 != send_at.0 {
+            let what = if to.0 != ends.recv.0 || from.0 != ends.send.0 {
                 "peers"
             } else if lane != other_lane {
                 "lane"
@@ -115,61 +150,58 @@ impl<'a> Graph<'a> {
             } else {
                 continue;
             };
-            return Err(VerifyError::EndsDiffer { tag, src: Rank(send_at.0), dst: Rank(recv_at.0), what });
+            return Err(VerifyError::EndsDiffer {
+                tag,
+                src: Rank(ends.send.0),
+                dst: Rank(ends.recv.0),
+                what,
+            });
         }
         Ok(())
     }
 
     /// Both ends of every channel see its messages in one order.
-    fn match_channels(&mut self) -> Result<(), VerifyError> {
-        let mut places = vec![0u32; self.sends.len()];
-        // By peer and lane: how many messages so far, and the last of them.
-        let mut channels: FxHashMap<(Rank, u32), (u32, u32)> = FxHashMap::default();
-        for rank in &self.program.ranks {
-            channels.clear();
-            for op in &rank.ops {
-                if let OpKind::Send { to, lane, tag, .. } = op.kind {
-                    let channel = channels.entry((to, lane)).or_insert((0, NO_NODE));
-                    places[tag as usize] = channel.0;
-                    self.previous[tag as usize] = channel.1;
-                    *channel = (channel.0 + 1, tag);
-                }
-            }
-        }
-        for (dst, rank) in (0..).map(Rank).zip(&self.program.ranks) {
-            channels.clear();
-            for op in &rank.ops {
-                if let OpKind::Recv { from, lane, tag, .. } = op.kind {
-                    let channel = channels.entry((from, lane)).or_insert((0, NO_NODE));
-                    let (sent, received) = (places[tag as usize], channel.0);
-                    if sent != received {
-                        return Err(VerifyError::ChannelOrder { tag, src: from, dst, sent, received });
-                    }
-                    channel.0 += 1;
-                }
-            }
-        }
-        Ok(())
+    fn match_channels(&self) -> Result<(), VerifyError> {
+        let differs = |e: &Ends| e.sent_after != e.received_after;
+        // The message that the receiver sees first.
+        let first = self.messages.iter().filter(|e| differs(e)).min_by_key(|e| e.recv);
+        let Some(ends) = first else { return Ok(()) };
+        let OpKind::Recv { tag, from, .. } = self.op(ends.recv).kind else {
+            unreachable!("a message's receive is one");
+        };
+        let before = |after: fn(&Ends) -> u32| {
+            let previous = |t: &u32| Some(after(&self.messages[*t as usize])).filter(|p| *p != NO_NODE);
+            std::iter::successors(Some(tag), previous).count() as u32 - 1
+        };
+        let (sent, received) = (before(|e| e.sent_after), before(|e| e.received_after));
+        Err(VerifyError::ChannelOrder { tag, src: from, dst: Rank(ends.recv.0), sent, received })
     }
 
-    fn check_dependencies(&self) -> Result<(), VerifyError> {
-        for (rank, program) in (0..).map(Rank).zip(&self.program.ranks) {
-            for (i, op) in (0..).zip(&program.ops) {
-                for dep in program.deps(op) {
-                    let bad = |why| Err(VerifyError::BadDependency { rank, op: i, dep: dep.op, why });
-                    let Some(on) = program.ops.get(dep.op as usize) else { return bad("does not exist") };
-                    let same = (on.tensor, on.bytes) == (op.tensor, op.bytes);
-                    if dep.kind == DepKind::Stream && !same {
-                        return bad("moves another box and cannot be streamed");
-                    }
+    fn bad_dependency(&mut self, rank: Rank, program: &RankProgram) -> Option<VerifyError> {
+        for (i, op) in (0..).zip(&program.ops).filter(|(_, op)| !op.deps.is_empty()) {
+            for dep in program.deps(op) {
+                let bad = |why| Some(VerifyError::BadDependency { rank, op: i, dep: dep.op, why });
+                let Some(on) = program.ops.get(dep.op as usize) else { return bad("does not exist") };
+                let same = (on.tensor, on.bytes) == (op.tensor, op.bytes);
+                if dep.kind == DepKind::Stream && !same {
+                    return bad("moves another box and cannot be streamed");
                 }
+                self.in_tag_order &= tag_of(on) < tag_of(op);
             }
         }
-        Ok(())
+        None
+    }
+
+    /// The node of an op.
+    fn node(&self, at: At) -> u32 {
+        tag_of(self.op(at)).unwrap_or_else(|| {
+            let copy = self.copies.binary_search(&at).expect("all copies are listed");
+            (self.messages.len() + copy) as u32
+        })
     }
 
     fn num_nodes(&self) -> usize {
-        self.sends.len() + self.copies.len()
+        self.messages.len() + self.copies.len()
     }
 
     fn deps(&self, at: At) -> &'a [Dep] {
@@ -179,14 +211,14 @@ impl<'a> Graph<'a> {
 
     /// The `i`-th thing a node waits for: the message before it on its channel, then what its ops wait for.
     fn waits_for(&self, node: u32, i: u32, with_channels: bool) -> Option<(u32, DepKind)> {
-        let (first, second) = match self.sends.get(node as usize) {
-            Some(send) => (*send, self.recvs[node as usize]),
-            None => (self.copies[node as usize - self.sends.len()], NOWHERE),
+        let (first, second, previous) = match self.messages.get(node as usize) {
+            Some(ends) => (ends.send, ends.recv, ends.sent_after),
+            None => (self.copies[node as usize - self.messages.len()], NOWHERE, NO_NODE),
         };
         let mut i = i as usize;
-        if with_channels && self.previous.get(node as usize).is_some_and(|p| *p != NO_NODE) {
+        if with_channels && previous != NO_NODE {
             if i == 0 {
-                return Some((self.previous[node as usize], DepKind::Done));
+                return Some((previous, DepKind::Done));
             }
             i -= 1;
         }
@@ -196,17 +228,20 @@ impl<'a> Graph<'a> {
             None if second == NOWHERE => return None,
             None => (second.0, self.deps(second).get(i - deps.len())?),
         };
-        Some((self.nodes[rank as usize][dep.op as usize], dep.kind))
+        Some((self.node((rank, dep.op)), dep.kind))
     }
 
     /// An order in which the program can run, or the circle that keeps it from running.
     pub fn order(&self) -> Result<Order, VerifyError> {
+        if self.is_in_tag_order() {
+            return Ok(self.tag_order());
+        }
         const OPEN: u32 = u32::MAX - 1;
         let n = self.num_nodes();
         let mut order = Order { nodes: Vec::with_capacity(n), places: vec![NO_NODE; n] };
         let mut path: Vec<(u32, u32)> = Vec::new();
         for start in 0..n as u32 {
-            if order.places[start as usize] != NO_NODE || self.is_unused(start) {
+            if order.places[start as usize] != NO_NODE {
                 continue;
             }
             path.push((start, 0));
@@ -236,13 +271,27 @@ impl<'a> Graph<'a> {
         Ok(order)
     }
 
-    /// A tag that no op uses.
-    fn is_unused(&self, node: u32) -> bool {
-        self.sends.get(node as usize) == Some(&NOWHERE)
+    /// Whether everything waits for smaller tags only, as in a program lowered from a plan in which every transfer
+    /// waits for earlier ones. There can be no circle then, and there is no need to search for one.
+    fn is_in_tag_order(&self) -> bool {
+        let in_order = |(tag, ends): (u32, &Ends)| ends.sent_after == NO_NODE || ends.sent_after < tag;
+        self.in_tag_order && (0..).zip(&self.messages).all(in_order)
+    }
+
+    /// Copies, then messages.
+    fn tag_order(&self) -> Order {
+        let (num_messages, num_copies) = (self.messages.len() as u32, self.copies.len() as u32);
+        let copies = num_messages..num_messages + num_copies;
+        let nodes: Vec<u32> = copies.chain(0..num_messages).collect();
+        let mut places = vec![NO_NODE; self.num_nodes()];
+        for (place, node) in (0..).zip(&nodes) {
+            places[*node as usize] = place;
+        }
+        Order { nodes, places }
     }
 
     fn circle(&self, path: &[(u32, u32)]) -> VerifyError {
-        let messages = path.iter().map(|(n, _)| *n).filter(|n| (*n as usize) < self.sends.len());
+        let messages = path.iter().map(|(n, _)| *n).filter(|n| (*n as usize) < self.messages.len());
         VerifyError::Circle {
             transfers: messages.map(TransferId).collect(),
             buffered: self.hangs_buffered(path),
@@ -264,17 +313,17 @@ impl<'a> Graph<'a> {
 
     /// Whether the `i`-th thing a node waits for holds up its send side.
     fn waits_on_its_send(&self, node: u32, i: u32) -> bool {
-        let Some(send) = self.sends.get(node as usize) else { return true };
-        let channel = u32::from(self.previous[node as usize] != NO_NODE);
-        i < channel + self.deps(*send).len() as u32
+        let Some(ends) = self.messages.get(node as usize) else { return true };
+        let channel = u32::from(ends.sent_after != NO_NODE);
+        i < channel + self.deps(ends.send).len() as u32
     }
 
     /// Whether what waits for a message waits for its send, on the sender.
     fn is_waited_for_by_send(&self, node: u32, waiting: u32) -> bool {
-        let Some(&(rank, op)) = self.sends.get(node as usize) else { return false };
-        let ends = match self.sends.get(waiting as usize) {
-            Some(send) => [*send, self.recvs[waiting as usize]],
-            None => [self.copies[waiting as usize - self.sends.len()], NOWHERE],
+        let Some(&Ends { send: (rank, op), .. }) = self.messages.get(node as usize) else { return false };
+        let ends = match self.messages.get(waiting as usize) {
+            Some(ends) => [ends.send, ends.recv],
+            None => [self.copies[waiting as usize - self.messages.len()], NOWHERE],
         };
         ends.iter().any(|end| end.0 == rank && self.deps(*end).iter().any(|d| d.op == op))
     }
@@ -290,6 +339,52 @@ impl<'a> Graph<'a> {
             }
         }
         Ok(peak)
+    }
+}
+
+/// An op's rank in tag order: copies, then messages by tag.
+fn tag_of(op: &Op) -> Option<u32> {
+    match op.kind {
+        OpKind::Send { tag, .. } | OpKind::Recv { tag, .. } => Some(tag),
+        OpKind::Copy { .. } => None,
+    }
+}
+
+/// The last message of every channel of the rank at hand, by peer: most peers see one lane.
+struct Channels {
+    first_lane: Vec<Channel>,
+    other_lanes: FxHashMap<(Rank, u32), u32>,
+    rank: Rank,
+}
+
+#[derive(Clone, Copy)]
+struct Channel {
+    of: Rank,
+    lane: u32,
+    last: u32,
+}
+
+impl Channels {
+    fn new(program: &Program) -> Self {
+        let nobody = Rank(u32::MAX);
+        let first_lane = vec![Channel { of: nobody, lane: 0, last: NO_NODE }; program.ranks.len()];
+        Self { first_lane, other_lanes: FxHashMap::default(), rank: nobody }
+    }
+
+    /// Puts a message behind the last one on its channel, which it answers.
+    fn follow(&mut self, rank: Rank, peer: Rank, lane: u32, tag: u32) -> u32 {
+        if self.rank != rank {
+            self.rank = rank;
+            self.other_lanes.clear();
+        }
+        match self.first_lane.get_mut(peer.index()) {
+            Some(channel) if channel.of != rank => {
+                *channel = Channel { of: rank, lane, last: tag };
+                NO_NODE
+            }
+            Some(channel) if channel.lane == lane => std::mem::replace(&mut channel.last, tag),
+            _ => self.other_lanes.insert((peer, lane), tag).unwrap_or(NO_NODE),
+        }
     }
 }
 
@@ -364,8 +459,8 @@ impl<'a> Search<'a> {
     /// Whether `writer` cannot start before `reader` has ended. Streaming alone does not give that; a chain with one
     /// wait for an end in it does, because what streams ends no sooner than what it follows.
     fn comes_before(&mut self, rank: Rank, reader: u32, writer: u32) -> bool {
-        let nodes = &self.graph.nodes[rank.index()];
-        let (target, start) = (nodes[reader as usize], nodes[writer as usize]);
+        let node = |op: u32| self.graph.node((rank.0, op));
+        let (target, start) = (node(reader), node(writer));
         if self.seen.is_empty() {
             self.seen = vec![[0; 2]; self.graph.num_nodes()];
         }

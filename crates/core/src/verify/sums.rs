@@ -16,15 +16,15 @@ use rustc_hash::FxHashMap;
 use crate::id::{Rank, TransferId};
 use crate::region::{Region, Span};
 use crate::reshard::Plan;
+use crate::reshard::shards::AllSides;
 
-use super::Sides;
 use super::error::VerifyError;
 use super::holding::fill;
 use super::program::Order;
 use super::tiling::{Flaw, Tile, check_disjoint, uncovered};
 
-pub fn check(plan: &Plan, sides: &[Sides], order: &Order) -> Result<(), VerifyError> {
-    if !sides.iter().any(|s| s.src.is_partial()) {
+pub fn check(plan: &Plan, sides: &AllSides, order: &Order) -> Result<(), VerifyError> {
+    if !sides.any_partial() {
         return Ok(());
     }
     let mut sums = Sums::new(plan, sides);
@@ -54,7 +54,7 @@ const NONE: u32 = u32::MAX;
 
 struct Sums<'a> {
     plan: &'a Plan,
-    sides: &'a [Sides],
+    sides: &'a AllSides,
     cells: Vec<Cell<'a>>,
     /// By transfer: the cell it arrives in, or `NONE` for whole values.
     cell_of: Vec<u32>,
@@ -64,12 +64,12 @@ struct Sums<'a> {
 }
 
 impl<'a> Sums<'a> {
-    fn new(plan: &'a Plan, sides: &'a [Sides]) -> Self {
+    fn new(plan: &'a Plan, sides: &'a AllSides) -> Self {
         let mut cells: Vec<Cell> = Vec::new();
         let mut cell_of = vec![NONE; plan.transfers().len()];
         let mut known: FxHashMap<(u32, Rank, &[Span]), u32> = FxHashMap::default();
         for (i, t) in plan.transfers().iter().enumerate() {
-            if !sides[t.tensor as usize].src.is_partial() {
+            if !sides.tensor(t.tensor).src.is_partial() {
                 continue;
             }
             let region = plan.region(t);
@@ -106,7 +106,7 @@ impl<'a> Sums<'a> {
             }
         }
         for cell in &self.cells {
-            let own = &self.sides[cell.tensor as usize].src;
+            let own = &self.sides.tensor(cell.tensor).src;
             if own.overlaps(cell.rank, cell.region) && !own.contains(cell.rank, cell.region) {
                 let (transfer, rank, region) = (cell.arrivals[0], cell.rank, cell.region.clone());
                 return Err(VerifyError::CrossesOwnPart { transfer, rank, region });
@@ -121,7 +121,7 @@ impl<'a> Sums<'a> {
         let carried = self.carried_by(id)?;
         let cell = &self.cells[self.cell_of[id.index()] as usize];
         let before = cell.arrivals[..place(&cell.arrivals, id)].last().copied();
-        let own = &self.sides[t.tensor as usize].src;
+        let own = &self.sides.tensor(t.tensor).src;
         let held = match before {
             Some(before) => Some(self.left[before.index()]).filter(|set| *set != NONE),
             None if own.contains(t.dst, cell.region) => own.contribution(t.dst).map(|c| self.sets.single(c)),
@@ -141,7 +141,7 @@ impl<'a> Sums<'a> {
     fn carried_by(&mut self, id: TransferId) -> Result<SetId, VerifyError> {
         let t = self.plan.transfers()[id.index()];
         let region = self.plan.region(&t);
-        let own = &self.sides[t.tensor as usize].src;
+        let own = &self.sides.tensor(t.tensor).src;
         let last = self.last_named(id);
         if last.is_empty() {
             // Held from the start: `check_senders` has seen to that.
@@ -225,11 +225,11 @@ impl<'a> Sums<'a> {
     fn check_destinations(&self) -> Result<(), VerifyError> {
         let mut of_rank: FxHashMap<(u32, Rank), Vec<&Cell>> = FxHashMap::default();
         for cell in &self.cells {
-            if self.sides[cell.tensor as usize].dst.contains(cell.rank, cell.region) {
+            if self.sides.tensor(cell.tensor).dst.contains(cell.rank, cell.region) {
                 of_rank.entry((cell.tensor, cell.rank)).or_default().push(cell);
             }
         }
-        for (tensor, sides) in (0..).zip(self.sides).filter(|(_, s)| s.src.is_partial()) {
+        for (tensor, sides) in (0..).zip(self.sides.iter()).filter(|(_, s)| s.src.is_partial()) {
             for &rank in &self.plan.problem.reshards[tensor as usize].dst.ranks {
                 let cells = of_rank.get(&(tensor, rank)).map_or(&[][..], Vec::as_slice);
                 let tiles = cells.iter().map(|c| Tile { spans: c.region.spans(), by: () }).collect();

@@ -4,7 +4,7 @@ use super::*;
 use crate::id::{RegionId, TransferId};
 use crate::program::{Buffer, Dep, DepKind, OpKind};
 use crate::region::{Region, Span};
-use crate::reshard::Problem;
+use crate::reshard::{Problem, lower};
 
 fn empty_plan(src: &str, dst: &str) -> Plan {
     let problem = Problem::pair(src.parse().unwrap(), dst.parse().unwrap()).unwrap();

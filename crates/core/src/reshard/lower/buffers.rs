@@ -17,24 +17,7 @@ use crate::program::Buffer;
 use crate::region::{Region, Span};
 
 use super::super::plan::{Plan, Transfer};
-use super::super::shards::Shards;
-
-/// Both layouts of a tensor, looked up.
-pub struct Sides {
-    pub src: Shards,
-    pub dst: Shards,
-}
-
-impl Sides {
-    pub fn of(plan: &Plan) -> Vec<Sides> {
-        let num_ranks = plan.problem.topology.num_ranks();
-        let sides = |r: &super::super::Reshard| Sides {
-            src: Shards::new(&r.src, num_ranks),
-            dst: Shards::new(&r.dst, num_ranks),
-        };
-        plan.problem.reshards.iter().map(sides).collect()
-    }
-}
+use super::super::shards::AllSides;
 
 /// A box in staging memory.
 #[derive(Debug, Clone, Copy)]
@@ -76,6 +59,8 @@ pub struct Buffers {
     pub slots: Vec<Vec<u64>>,
     /// Boxes that are put together out of several before they are sent; hardly ever any.
     pub assembled: FxHashMap<TransferId, Vec<Part>>,
+    /// By rank: how many sends and receives of transfers it has.
+    pub num_ends: Vec<u32>,
     /// By transfer; empty if no tensor is a partial sum.
     combining: Vec<Combining>,
 }
@@ -84,7 +69,7 @@ pub struct Buffers {
 const NOBODY: u32 = u32::MAX;
 
 impl Buffers {
-    pub fn assign(plan: &Plan, sides: &[Sides]) -> Self {
+    pub fn assign(plan: &Plan, all_sides: &AllSides) -> Self {
         let n = plan.transfers().len();
         let mut buffers = Buffers {
             from: vec![Buffer::Src; n],
@@ -92,19 +77,22 @@ impl Buffers {
             staged: vec![],
             slots: vec![vec![]; plan.problem.topology.num_ranks()],
             assembled: FxHashMap::default(),
+            num_ends: vec![0; plan.problem.topology.num_ranks()],
             combining: vec![],
         };
-        if sides.iter().any(|s| s.src.is_partial()) {
+        if all_sides.any_partial() {
             buffers.combining = vec![Combining::default(); n];
         }
-        buffers.assign_receives(plan, sides);
-        for (i, t) in plan.transfers().iter().enumerate() {
-            buffers.from[i] = buffers.source_of(plan, sides, TransferId::at(i), t);
-            if let Buffer::Stage(staged) = buffers.from[i] {
+        for id in buffers.assign_shards(plan, all_sides) {
+            let source = buffers.source_of(plan, all_sides, id, &plan.transfers()[id.index()]);
+            buffers.from[id.index()] = source;
+            if let Buffer::Stage(staged) = source {
                 buffers.staged[staged as usize].readers += 1;
             }
         }
-        buffers.assign_slots(plan);
+        if !buffers.staged.is_empty() {
+            buffers.assign_slots(plan);
+        }
         buffers
     }
 
@@ -126,11 +114,16 @@ impl Buffers {
         Buffer::Stage(self.staged.len() as u32 - 1)
     }
 
-    fn assign_receives(&mut self, plan: &Plan, sides: &[Sides]) {
+    /// Finds where transfers arrive, and the source of those who read from a shard. Answers the others, whose source
+    /// depends on where something arrived.
+    fn assign_shards(&mut self, plan: &Plan, all_sides: &AllSides) -> Vec<TransferId> {
+        let mut others = Vec::new();
         // The last receive into each box of a partial sum.
         let mut boxes: FxHashMap<(u32, Rank, &[Span]), TransferId> = FxHashMap::default();
         for (i, t) in plan.transfers().iter().enumerate() {
-            let (id, region, sides) = (TransferId::at(i), plan.region(t), &sides[t.tensor as usize]);
+            let (id, region, sides) = (TransferId::at(i), plan.region(t), all_sides.tensor(t.tensor));
+            self.num_ends[t.src.index()] += 1;
+            self.num_ends[t.dst.index()] += 1;
             let previous = match sides.src.is_partial() {
                 true => boxes.insert((t.tensor, t.dst, region.spans()), id),
                 false => None,
@@ -144,12 +137,19 @@ impl Buffers {
                 let copy_own = t.reduce && previous.is_none() && sides.src.contains(t.dst, region);
                 let reduce = t.reduce && (previous.is_some() || copy_own);
                 self.combining[i] = Combining { previous: previous.filter(|_| t.reduce), copy_own, reduce };
+                others.push(id);
+            } else if !sides.src.contains(t.src, region) {
+                match sides.dst.contains(t.src, region) {
+                    true => self.from[i] = Buffer::Dst,
+                    false => others.push(id),
+                }
             }
         }
+        others
     }
 
-    fn source_of(&mut self, plan: &Plan, sides: &[Sides], id: TransferId, t: &Transfer) -> Buffer {
-        let (region, sides) = (plan.region(t), &sides[t.tensor as usize]);
+    fn source_of(&mut self, plan: &Plan, all_sides: &AllSides, id: TransferId, t: &Transfer) -> Buffer {
+        let (region, sides) = (plan.region(t), all_sides.tensor(t.tensor));
         let mut brought = plan.after(t).iter().filter(|a| {
             let a = &plan.transfers()[a.index()];
             a.dst == t.src && a.tensor == t.tensor && plan.region(a).overlaps(region)

@@ -7,17 +7,17 @@ use rustc_hash::FxHashMap;
 
 use crate::id::{Rank, TransferId};
 
-use super::super::plan::Plan;
+use super::super::plan::{Plan, Transfer};
 use super::buffers::Buffers;
 
-/// An order for all transfers in which each channel's transfers keep their list order.
-pub fn lowering_order(plan: &Plan, buffers: &Buffers) -> Vec<TransferId> {
-    let ids = (0..plan.transfers().len()).map(TransferId::at);
-    let in_order = |id: TransferId| plan.after(&plan.transfers()[id.index()]).iter().all(|a| *a < id);
-    if ids.clone().all(in_order) {
-        return ids.collect();
+/// An order for all transfers in which each channel's transfers keep their list order; none if the list itself will do.
+pub fn lowering_order(plan: &Plan, buffers: &Buffers) -> Option<Vec<TransferId>> {
+    let in_order = |(i, t): (u32, &Transfer)| plan.after(t).iter().all(|a| a.0 < i);
+    if (0..).zip(plan.transfers()).all(in_order) {
+        return None;
     }
-    runnable(plan, buffers).unwrap_or(ids.collect())
+    let list = || (0..plan.transfers().len()).map(TransferId::at).collect();
+    Some(runnable(plan, buffers).unwrap_or_else(list))
 }
 
 /// None if transfers wait for each other in a circle.
