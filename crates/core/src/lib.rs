@@ -5,6 +5,7 @@
 //! file, reads a clock, starts a thread or keeps global state.
 
 pub mod cluster;
+pub mod collective;
 pub mod dtype;
 pub mod id;
 pub mod layout;
