@@ -1,0 +1,11 @@
+//! The part of crossmesh that moves bytes: it runs, for one rank, the program that `crossmesh-core` made.
+//!
+//! ```text
+//! rendezvous, auth      who is there, and are they who they say          connected streams
+//!        |
+//! transport             mem, tcp, shm: frames in, frames out, never blocking
+//!        |
+//! engine                one event loop a rank: ops, dependencies, credits, deadlines, trace
+//!        |
+//! buffer                shards and staging memory; boxes as runs of bytes
+//! ```
