@@ -9,3 +9,7 @@
 //!        |
 //! buffer                shards and staging memory; boxes as runs of bytes
 //! ```
+
+pub mod auth;
+pub mod deadline;
+pub mod environment;
