@@ -195,7 +195,11 @@ pub fn answer(
     admit: impl FnOnce(Claim) -> Result<(), Refusal>,
 ) -> Result<Claim, AuthError> {
     let mut hello = [0; HELLO_BYTES];
-    read_exact_by(stream, &mut hello, deadline)?;
+    let (magic, rest) = hello.split_at_mut(MAGIC.len());
+    read_exact_by(stream, magic, deadline)?;
+    // A stranger may say less than a hello, and wait; eight bytes tell.
+    check_magic(magic)?;
+    read_exact_by(stream, rest, deadline)?;
     // Somebody of another version is told ours, so that they can say what is wrong.
     let challenge = challenge(random_bytes()?);
     let claim = match parse_hello(&hello) {
@@ -235,11 +239,16 @@ fn challenge(nonce: [u8; 32]) -> [u8; CHALLENGE_BYTES] {
     bytes
 }
 
+fn check_magic(bytes: &[u8]) -> Result<(), AuthError> {
+    if bytes != MAGIC {
+        return Err(AuthError::Stranger(bytes.escape_ascii().to_string()));
+    }
+    Ok(())
+}
+
 /// Magic and version, which every greeting starts with.
 fn check_greeting(bytes: &[u8]) -> Result<(), AuthError> {
-    if bytes[..8] != MAGIC {
-        return Err(AuthError::Stranger(bytes[..8].escape_ascii().to_string()));
-    }
+    check_magic(&bytes[..MAGIC.len()])?;
     let theirs = u16::from_le_bytes([bytes[8], bytes[9]]);
     if theirs != WIRE_VERSION {
         return Err(AuthError::WrongVersion { theirs, ours: WIRE_VERSION });

@@ -26,6 +26,11 @@ impl Deadline {
         if other.at < self.at { other } else { self }
     }
 
+    /// Somewhat later.
+    pub fn plus(self, more: Duration) -> Self {
+        Self { at: self.at + more, allowed: self.allowed + more }
+    }
+
     /// The time left, or none.
     pub fn left(self) -> Option<Duration> {
         let left = self.at.saturating_duration_since(now());

@@ -13,3 +13,4 @@
 pub mod auth;
 pub mod deadline;
 pub mod environment;
+pub mod rendezvous;

@@ -1,0 +1,107 @@
+//! Who is at fault? Ranks report whom they waited for in vain; the culprit is at the end of that chain.
+//!
+//! ```text
+//! r0 waits for r1, r1 waits for r4, r4 says nothing        the culprit is r4
+//! ```
+//!
+//! A rank whose connection closed without a word is dead, and goes before everything else.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use crossmesh_core::id::Rank;
+use serde::{Deserialize, Serialize};
+
+/// What a rank has to say about a run that failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// The rank it waited for, where it waited.
+    pub blames: Option<Rank>,
+    /// One line: op, tensor, bytes outstanding.
+    pub text: String,
+}
+
+/// Why a job ended, told to every rank in the same words.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Abort {
+    pub culprit: Rank,
+    pub host: String,
+    pub text: String,
+}
+
+impl fmt::Display for Abort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} on {} {}", self.culprit, self.host, self.text)
+    }
+}
+
+/// Everything known when the lobby decides.
+#[derive(Debug, Default)]
+pub struct Evidence {
+    /// Ranks whose connection closed without a word.
+    pub lost: BTreeSet<Rank>,
+    pub faults: BTreeMap<Rank, Fault>,
+}
+
+impl Evidence {
+    /// The culprit, and what is said about it. None where nothing went wrong.
+    pub fn judge(&self) -> Option<(Rank, String)> {
+        if let Some(&lost) = self.lost.first() {
+            let witness = self.faults.iter().find(|(_, fault)| fault.blames == Some(lost));
+            let seen = witness.map_or(String::new(), |(rank, fault)| format!("; {rank}: {}", fault.text));
+            return Some((lost, format!("is gone: its process died or its host was cut off{seen}")));
+        }
+        let (&first, fault) =
+            self.faults.iter().find(|(_, f)| f.blames.is_none()).or(self.faults.first_key_value())?;
+        let (mut culprit, mut witness, mut text) = (first, first, &fault.text);
+        let mut seen = BTreeSet::from([first]);
+        while let Some(next) = self.faults.get(&culprit).and_then(|fault| fault.blames) {
+            (witness, text) = (culprit, &self.faults[&culprit].text);
+            culprit = next;
+            if !seen.insert(next) {
+                break;
+            }
+        }
+        if witness == culprit {
+            Some((culprit, format!("failed: {text}")))
+        } else {
+            Some((culprit, format!("does not answer; {witness}: {text}")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn evidence(lost: &[u32], faults: &[(u32, Option<u32>)]) -> Evidence {
+        let fault = |blames: Option<u32>| Fault { blames: blames.map(Rank), text: "recv w, 8 B left".into() };
+        Evidence {
+            lost: lost.iter().map(|r| Rank(*r)).collect(),
+            faults: faults.iter().map(|(r, blames)| (Rank(*r), fault(*blames))).collect(),
+        }
+    }
+
+    fn culprit(lost: &[u32], faults: &[(u32, Option<u32>)]) -> Option<u32> {
+        evidence(lost, faults).judge().map(|(rank, _)| rank.0)
+    }
+
+    #[test]
+    fn the_end_of_the_chain_is_at_fault() {
+        assert_eq!(culprit(&[], &[(0, Some(1)), (1, Some(4)), (7, Some(0))]), Some(4));
+        assert_eq!(culprit(&[], &[(3, None), (0, Some(3))]), Some(3));
+        assert_eq!(culprit(&[], &[]), None);
+    }
+
+    #[test]
+    fn the_dead_go_first() {
+        assert_eq!(culprit(&[2], &[(0, Some(1)), (1, Some(2))]), Some(2));
+        let text = evidence(&[2], &[(1, Some(2))]).judge().unwrap().1;
+        assert_eq!(text, "is gone: its process died or its host was cut off; r1: recv w, 8 B left");
+    }
+
+    #[test]
+    fn a_circle_ends() {
+        assert!(culprit(&[], &[(0, Some(1)), (1, Some(0))]).is_some());
+    }
+}
