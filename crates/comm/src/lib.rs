@@ -12,5 +12,7 @@
 
 pub mod auth;
 pub mod deadline;
+pub mod emulate;
 pub mod environment;
+pub mod launch;
 pub mod rendezvous;
