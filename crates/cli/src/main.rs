@@ -27,6 +27,8 @@ mod summary;
 enum Answer {
     Yes,
     No,
+    /// A program that was started for somebody ended with this code.
+    Code(u8),
 }
 
 /// Plan, explain, check and predict cross-mesh resharding.
@@ -50,6 +52,7 @@ enum Command {
     Simulate(commands::simulate::Args),
     Diff(commands::diff::Args),
     Bench(commands::bench::Args),
+    Launch(commands::launch::Args),
     Completions(commands::completions::Args),
 }
 
@@ -62,11 +65,13 @@ fn main() -> ExitCode {
         Command::Simulate(args) => commands::simulate::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
+        Command::Launch(args) => commands::launch::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),
     };
     match answer {
         Ok(Answer::Yes) => ExitCode::SUCCESS,
         Ok(Answer::No) => ExitCode::from(1),
+        Ok(Answer::Code(code)) => ExitCode::from(code),
         Err(error) => {
             output::print_error(&error);
             ExitCode::from(2)

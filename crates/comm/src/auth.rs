@@ -17,6 +17,7 @@ use std::fmt;
 use crossmesh_core::id::Rank;
 
 use crate::deadline::{Deadline, Stream, StreamError, read_exact_by, write_all_by};
+use crate::environment::Variables;
 
 /// The version of everything that travels between ranks. Both sides must have the same.
 pub const WIRE_VERSION: u16 = 1;
@@ -28,6 +29,11 @@ const PROOF_BYTES: usize = 32;
 const VERDICT_BYTES: usize = 36;
 /// A guess at fewer bytes than this is too easy.
 const SHORTEST_SECRET: usize = 16;
+
+/// The variable that holds the secret. It never stands in a command line, which everybody on a host may read.
+pub const SECRET_VARIABLE: &str = "CROSSMESH_SECRET";
+/// The variable that names a file with it.
+pub const SECRET_FILE_VARIABLE: &str = "CROSSMESH_SECRET_FILE";
 
 /// What a job's processes know and others do not. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
@@ -49,6 +55,18 @@ impl Secret {
             Some(key) => Self(key),
             None => Self(blake3::derive_key("crossmesh 1 job secret from text", text.as_bytes())),
         })
+    }
+
+    /// The secret that the environment holds, or the file it names, if any.
+    pub fn from_variables(variables: &Variables) -> Result<Option<Self>, AuthError> {
+        if let Some(text) = variables.get(SECRET_VARIABLE) {
+            return Self::from_text(text).map(Some);
+        }
+        let Some(path) = variables.get(SECRET_FILE_VARIABLE) else { return Ok(None) };
+        match std::fs::read_to_string(path) {
+            Ok(text) => Self::from_text(&text).map(Some),
+            Err(cause) => Err(AuthError::SecretFile { path: path.clone(), cause }),
+        }
     }
 
     /// The form that is handed to the processes of a job, in their environment.
@@ -147,6 +165,8 @@ impl Refusal {
 pub enum AuthError {
     #[error("a secret of {len} B is too short\nhint: give at least {least}, or none: one is generated")]
     ShortSecret { len: usize, least: usize },
+    #[error("cannot read the secret of {SECRET_FILE_VARIABLE}={path}: {cause}")]
+    SecretFile { path: String, cause: std::io::Error },
     #[error("the system has no randomness for a secret")]
     NoRandomness,
     #[error("not a crossmesh process (it says {0})")]
@@ -294,7 +314,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::deadline::Link;
+    use crate::deadline::Socket;
 
     fn soon() -> Deadline {
         Deadline::after(Duration::from_secs(5))
@@ -313,7 +333,7 @@ mod tests {
         admit: Result<(), Refusal>,
     ) -> (Result<(), AuthError>, Result<Claim, AuthError>) {
         let (a, b) = UnixStream::pair().unwrap();
-        let (mut a, mut b) = (Link::Unix(a), Link::Unix(b));
+        let (mut a, mut b) = (Socket::Unix(a), Socket::Unix(b));
         std::thread::scope(|scope| {
             let dialing = scope.spawn(move || dial(&mut a, dialer, CLAIM, soon()));
             let answered = answer(&mut b, listener, soon(), |_| admit);
@@ -350,14 +370,14 @@ mod tests {
     #[test]
     fn another_version_hears_ours() {
         let (mut a, b) = UnixStream::pair().unwrap();
-        let mut b = Link::Unix(b);
+        let mut b = Socket::Unix(b);
         let mut old = hello(CLAIM, [7; 32]);
         old[8] = 99;
         a.write_all(&old).unwrap();
         let error = answer(&mut b, &secret("correct horse battery"), soon(), |_| Ok(())).unwrap_err();
         assert!(matches!(error, AuthError::WrongVersion { theirs: 99, ours: WIRE_VERSION }));
         let mut reply = [0; CHALLENGE_BYTES];
-        read_exact_by(&mut Link::Unix(a), &mut reply, soon()).unwrap();
+        read_exact_by(&mut Socket::Unix(a), &mut reply, soon()).unwrap();
         assert_eq!(reply[8..10], WIRE_VERSION.to_le_bytes());
     }
 
@@ -371,7 +391,7 @@ mod tests {
         let (mut a, b) = UnixStream::pair().unwrap();
         a.write_all(&said).unwrap();
         a.write_all(proof.as_bytes()).unwrap();
-        let error = answer(&mut Link::Unix(b), &s, soon(), |_| Ok(())).unwrap_err();
+        let error = answer(&mut Socket::Unix(b), &s, soon(), |_| Ok(())).unwrap_err();
         assert!(matches!(error, AuthError::Refused { why: Refusal::WrongSecret, .. }));
     }
 
@@ -394,7 +414,7 @@ mod tests {
             let (mut a, b) = UnixStream::pair().unwrap();
             a.write_all(&bytes).unwrap();
             a.shutdown(std::net::Shutdown::Write).unwrap();
-            let answered = answer(&mut Link::Unix(b), &secret("correct horse battery"), soon(), |_| Ok(()));
+            let answered = answer(&mut Socket::Unix(b), &secret("correct horse battery"), soon(), |_| Ok(()));
             prop_assert!(answered.is_err());
         }
     }

@@ -73,16 +73,16 @@ pub trait Stream: Read + Write + Send {
 
 /// A connection to another process: over the network, or inside the host.
 #[derive(Debug)]
-pub enum Link {
+pub enum Socket {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
-impl Link {
+impl Socket {
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
-            Link::Tcp(stream) => Link::Tcp(stream.try_clone()?),
-            Link::Unix(stream) => Link::Unix(stream.try_clone()?),
+            Socket::Tcp(stream) => Socket::Tcp(stream.try_clone()?),
+            Socket::Unix(stream) => Socket::Unix(stream.try_clone()?),
         })
     }
 
@@ -90,35 +90,35 @@ impl Link {
     pub fn shut_down(&self) {
         // It may be closed already; then there is nothing to end.
         let _ = match self {
-            Link::Tcp(stream) => stream.shutdown(std::net::Shutdown::Both),
-            Link::Unix(stream) => stream.shutdown(std::net::Shutdown::Both),
+            Socket::Tcp(stream) => stream.shutdown(std::net::Shutdown::Both),
+            Socket::Unix(stream) => stream.shutdown(std::net::Shutdown::Both),
         };
     }
 
     /// Blocking calls without a time limit, as a stream is when it is new.
     pub fn without_timeouts(self) -> io::Result<Self> {
         match &self {
-            Link::Tcp(stream) => stream.set_read_timeout(None).and(stream.set_write_timeout(None)),
-            Link::Unix(stream) => stream.set_read_timeout(None).and(stream.set_write_timeout(None)),
+            Socket::Tcp(stream) => stream.set_read_timeout(None).and(stream.set_write_timeout(None)),
+            Socket::Unix(stream) => stream.set_read_timeout(None).and(stream.set_write_timeout(None)),
         }?;
         Ok(self)
     }
 }
 
-impl Read for Link {
+impl Read for Socket {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         match self {
-            Link::Tcp(stream) => stream.read(buf),
-            Link::Unix(stream) => stream.read(buf),
+            Socket::Tcp(stream) => stream.read(buf),
+            Socket::Unix(stream) => stream.read(buf),
         }
     }
 }
 
-impl Write for Link {
+impl Write for Socket {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         match self {
-            Link::Tcp(stream) => stream.write(buf),
-            Link::Unix(stream) => stream.write(buf),
+            Socket::Tcp(stream) => stream.write(buf),
+            Socket::Unix(stream) => stream.write(buf),
         }
     }
 
@@ -127,19 +127,19 @@ impl Write for Link {
     }
 }
 
-impl Stream for Link {
+impl Stream for Socket {
     fn set_timeouts(&self, left: Duration) -> io::Result<()> {
         let left = Some(left.max(SHORTEST_WAIT));
         match self {
-            Link::Tcp(stream) => stream.set_read_timeout(left).and(stream.set_write_timeout(left)),
-            Link::Unix(stream) => stream.set_read_timeout(left).and(stream.set_write_timeout(left)),
+            Socket::Tcp(stream) => stream.set_read_timeout(left).and(stream.set_write_timeout(left)),
+            Socket::Unix(stream) => stream.set_read_timeout(left).and(stream.set_write_timeout(left)),
         }
     }
 
     fn peer_name(&self) -> String {
         match self {
-            Link::Tcp(stream) => stream.peer_addr().map_or("a closed socket".into(), |a| a.to_string()),
-            Link::Unix(_) => "a process of this host".into(),
+            Socket::Tcp(stream) => stream.peer_addr().map_or("a closed socket".into(), |a| a.to_string()),
+            Socket::Unix(_) => "a process of this host".into(),
         }
     }
 }
@@ -193,9 +193,9 @@ fn once_by<S: Stream>(
 mod tests {
     use super::*;
 
-    fn pair() -> (Link, Link) {
+    fn pair() -> (Socket, Socket) {
         let (a, b) = UnixStream::pair().unwrap();
-        (Link::Unix(a), Link::Unix(b))
+        (Socket::Unix(a), Socket::Unix(b))
     }
 
     #[test]

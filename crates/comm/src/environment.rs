@@ -188,6 +188,35 @@ fn master(flags: &Flags, variables: &Variables) -> Result<(String, u16), Environ
     Err(EnvironmentError::NoMaster)
 }
 
+impl Place {
+    /// The variables that say this again, in torchrun's names.
+    pub fn to_variables(&self) -> Variables {
+        let mut variables = Variables::new();
+        let mut set = |name: &str, value: String| drop(variables.insert(name.into(), value));
+        set("RANK", self.rank.0.to_string());
+        set("WORLD_SIZE", self.world.to_string());
+        set("LOCAL_RANK", self.local_rank.to_string());
+        if let Some(local_world) = self.local_world {
+            set("LOCAL_WORLD_SIZE", local_world.to_string());
+        }
+        set("MASTER_ADDR", self.master_addr.clone());
+        set("MASTER_PORT", self.master_port.to_string());
+        variables
+    }
+}
+
+/// The name of the variable that says which host a process is on, where that is not the machine's own name: emulated
+/// hosts share one.
+pub const HOST_VARIABLE: &str = "CROSSMESH_HOST";
+
+/// Ranks with the same answer share memory.
+pub fn host_name(variables: &Variables) -> String {
+    match variables.get(HOST_VARIABLE) {
+        Some(name) if !name.is_empty() => name.clone(),
+        _ => rustix::system::uname().nodename().to_string_lossy().into_owned(),
+    }
+}
+
 /// This process's variables; those that are not text cannot be ours.
 pub fn variables() -> Variables {
     std::env::vars_os()
@@ -224,6 +253,14 @@ mod tests {
         let p = placed(&env).unwrap();
         assert_eq!((p.rank, p.world, p.local_rank, p.local_world), (Rank(5), 8, 1, Some(4)));
         assert_eq!((p.master_addr.as_str(), p.master_port, p.launcher), ("node0", 1234, "torchrun"));
+    }
+
+    #[test]
+    fn a_place_survives_the_environment() {
+        let env = [("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")];
+        let flags = Flags { master: Some("node0:1234".into()), ..Flags::default() };
+        let p = place(&flags, &vars(&env)).unwrap();
+        assert_eq!(place(&Flags::default(), &p.to_variables()).unwrap(), p);
     }
 
     #[test]

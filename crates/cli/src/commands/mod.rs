@@ -4,6 +4,7 @@ pub mod bench;
 pub mod completions;
 pub mod diff;
 pub mod explain;
+pub mod launch;
 pub mod plan;
 pub mod simulate;
 pub mod verify;

@@ -228,8 +228,12 @@ fn spawn(process: Process) -> Result<Child, LaunchError> {
     let wrong = |cause| LaunchError::CannotStart { rank, program: program.clone(), cause };
     let mut child = command.spawn().map_err(wrong)?;
     if let (Some(text), Some(mut pipe)) = (stdin, child.stdin.take()) {
+        match io::Write::write_all(&mut pipe, text.as_bytes()) {
+            // It has ended already; its status says why.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+            written => written.map_err(wrong)?,
+        }
         // It stays open as long as the process: on a remote host, its end is the sign that the launcher is gone.
-        io::Write::write_all(&mut pipe, text.as_bytes()).map_err(wrong)?;
         child.stdin = Some(pipe);
     }
     Ok(child)

@@ -9,9 +9,7 @@ use std::ffi::OsString;
 use crossmesh_core::id::Rank;
 
 use super::Process;
-
-/// `CROSSMESH_SECRET` never stands in a command line, which everybody on a host may read.
-pub const SECRET_VARIABLE: &str = "CROSSMESH_SECRET";
+use crate::auth::SECRET_VARIABLE;
 
 /// The process that starts `command` on `host` by `rsh` (`ssh -o BatchMode=yes`, say).
 pub fn remote_command(

@@ -123,7 +123,7 @@ fn a_remote_process_gets_its_environment_and_ends_with_its_input() {
     let (signals, _turn) = signals();
     // Instead of ssh: a shell that ignores the host and runs the line.
     let rsh = ["sh".to_string(), "-c".into(), "exec sh -c \"$1\"".into()];
-    let env = [("RANK", "4"), (remote::SECRET_VARIABLE, "quite secret")];
+    let env = [("RANK", "4"), (crate::auth::SECRET_VARIABLE, "quite secret")];
     let env = env.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
     let command = ["sh", "-c", "echo $RANK $CROSSMESH_SECRET; exit 5"].map(String::from);
     let (sink, seen) = lines();

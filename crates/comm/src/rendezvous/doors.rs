@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::lobby::{HANDSHAKE, tcp_listener, without_delay};
 use super::{Entry, Log, RendezvousError};
 use crate::auth::{self, Claim, Refusal, Role, Secret};
-use crate::deadline::{Deadline, Link, Stream};
+use crate::deadline::{Deadline, Socket, Stream};
 
 /// How often a waiting door looks whether it should close.
 const LOOK: Duration = Duration::from_millis(20);
@@ -52,13 +52,13 @@ impl<'a> Accepted<'a> {
         Self::Tcp(listener)
     }
 
-    fn accept(&self) -> io::Result<Link> {
+    fn accept(&self) -> io::Result<Socket> {
         match self {
-            Self::Tcp(listener) => Ok(Link::Tcp(without_delay(listener.accept()?.0)?)),
+            Self::Tcp(listener) => Ok(Socket::Tcp(without_delay(listener.accept()?.0)?)),
             Self::Unix(listener) => {
                 let (stream, _) = listener.accept()?;
                 stream.set_nonblocking(false)?;
-                Ok(Link::Unix(stream))
+                Ok(Socket::Unix(stream))
             }
         }
     }
@@ -72,7 +72,11 @@ impl<'a> Accepted<'a> {
 }
 
 /// Accepts at all of `listeners` until `done`.
-pub(super) fn accept_until(listeners: &[Accepted<'_>], done: impl Fn() -> bool, mut take: impl FnMut(Link)) {
+pub(super) fn accept_until(
+    listeners: &[Accepted<'_>],
+    done: impl Fn() -> bool,
+    mut take: impl FnMut(Socket),
+) {
     let look = Timespec { tv_sec: 0, tv_nsec: LOOK.as_nanos() as i64 };
     while !done() {
         let mut fds: Vec<PollFd<'_>> = listeners.iter().map(Accepted::poll_fd).collect();
@@ -99,14 +103,14 @@ pub fn connect(
     secret: &Secret,
     deadline: Deadline,
     log: &Log,
-) -> Result<BTreeMap<Rank, Link>, RendezvousError> {
+) -> Result<BTreeMap<Rank, Socket>, RendezvousError> {
     let entries = peers.iter().map(|p| table.get(p).ok_or(RendezvousError::UnknownPeer { peer: *p }));
     let lower: Vec<&Entry> =
         entries.filter(|e| !matches!(e, Ok(e) if e.rank >= me.rank)).collect::<Result<_, _>>()?;
     let higher: BTreeSet<Rank> = peers.iter().copied().filter(|p| *p > me.rank).collect();
     std::thread::scope(|scope| {
         let letting_in = scope.spawn(|| let_in(me.rank, higher, &doors, secret, deadline, log));
-        let knocked: Result<Vec<(Rank, Link)>, RendezvousError> =
+        let knocked: Result<Vec<(Rank, Socket)>, RendezvousError> =
             lower.iter().map(|peer| Ok((peer.rank, knock(me, peer, secret, deadline)?))).collect();
         let entered = letting_in.join().expect("letting in does not panic");
         let mut links = entered?;
@@ -115,7 +119,7 @@ pub fn connect(
     })
 }
 
-fn knock(me: &Entry, peer: &Entry, secret: &Secret, deadline: Deadline) -> Result<Link, RendezvousError> {
+fn knock(me: &Entry, peer: &Entry, secret: &Secret, deadline: Deadline) -> Result<Socket, RendezvousError> {
     let local = me.host == peer.host;
     let addr = if local { format!("@{}", peer.unix) } else { peer.tcp.to_string() };
     let wrong = |cause: String| RendezvousError::CannotReachPeer {
@@ -132,13 +136,13 @@ fn knock(me: &Entry, peer: &Entry, secret: &Secret, deadline: Deadline) -> Resul
     Ok(link.without_timeouts()?)
 }
 
-fn open_unix(name: &str) -> io::Result<Link> {
-    Ok(Link::Unix(UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)?))
+fn open_unix(name: &str) -> io::Result<Socket> {
+    Ok(Socket::Unix(UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)?))
 }
 
-fn open_tcp(addr: SocketAddr, deadline: Deadline) -> io::Result<Link> {
+fn open_tcp(addr: SocketAddr, deadline: Deadline) -> io::Result<Socket> {
     let left = deadline.left().ok_or(io::ErrorKind::TimedOut)?;
-    Ok(Link::Tcp(without_delay(TcpStream::connect_timeout(&addr, left)?)?))
+    Ok(Socket::Tcp(without_delay(TcpStream::connect_timeout(&addr, left)?)?))
 }
 
 /// Lets the ranks of `expected` in, each once; turns others away.
@@ -149,7 +153,7 @@ fn let_in(
     secret: &Secret,
     deadline: Deadline,
     log: &Log,
-) -> Result<BTreeMap<Rank, Link>, RendezvousError> {
+) -> Result<BTreeMap<Rank, Socket>, RendezvousError> {
     let (entered, arrivals) = channel();
     let mut links = BTreeMap::new();
     let waiting = std::sync::Mutex::new(expected);

@@ -17,7 +17,7 @@ use super::doors::{Accepted, accept_until};
 use super::message::{MAX_REPORT_BYTES, ToLobby, ToRank, receive, send};
 use super::{Abort, Entry, Log, RankNames, RendezvousError};
 use crate::auth::{self, Claim, Refusal, Role, Secret};
-use crate::deadline::{Deadline, Link, StreamError};
+use crate::deadline::{Deadline, Socket, StreamError};
 
 /// A stranger has this long to prove itself.
 pub const HANDSHAKE: Duration = Duration::from_secs(5);
@@ -48,7 +48,7 @@ struct Shared {
 }
 
 enum Event {
-    Arrived(Entry, Link),
+    Arrived(Entry, Socket),
     Said(Rank, ToLobby),
     Lost(Rank),
 }
@@ -127,7 +127,7 @@ fn keep_door(listener: &TcpListener, shared: &Arc<Shared>, events: &Sender<Event
 }
 
 /// A connection's life: proof, report, and whatever it says until it closes.
-fn serve_connection(mut link: Link, shared: &Shared, events: &Sender<Event>) {
+fn serve_connection(mut link: Socket, shared: &Shared, events: &Sender<Event>) {
     let entered = enter(&mut link, shared);
     shared.proving.fetch_sub(1, Ordering::Relaxed);
     let (rank, entry) = match entered {
@@ -148,7 +148,7 @@ fn serve_connection(mut link: Link, shared: &Shared, events: &Sender<Event>) {
 }
 
 /// Who came in; or the address of whom we turned away, and why.
-fn enter(link: &mut Link, shared: &Shared) -> Result<(Rank, Entry), (String, String)> {
+fn enter(link: &mut Socket, shared: &Shared) -> Result<(Rank, Entry), (String, String)> {
     use crate::deadline::Stream;
     let address = link.peer_name();
     let deadline = Deadline::after(HANDSHAKE);
@@ -187,7 +187,7 @@ impl Shared {
 /// The thread that decides.
 struct Desk {
     shared: Arc<Shared>,
-    members: BTreeMap<Rank, (Entry, Link)>,
+    members: BTreeMap<Rank, (Entry, Socket)>,
     ready: BTreeMap<u64, BTreeSet<Rank>>,
     gone: BTreeSet<Rank>,
     evidence: Evidence,

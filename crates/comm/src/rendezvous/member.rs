@@ -15,7 +15,7 @@ use super::lobby::without_delay;
 use super::message::{MAX_MESSAGE_BYTES, ToLobby, ToRank, receive, send};
 use super::{Abort, Entry, Fault, RendezvousError};
 use crate::auth::{self, AuthError, Claim, Role, Secret};
-use crate::deadline::{Deadline, Link, StreamError};
+use crate::deadline::{Deadline, Socket, StreamError};
 
 /// The lobby may open a moment after we knock.
 const RETRY: Duration = Duration::from_millis(20);
@@ -48,7 +48,7 @@ pub struct Ticket<'a> {
 pub struct Member {
     pub me: Entry,
     pub table: BTreeMap<Rank, Entry>,
-    link: Link,
+    link: Socket,
     round: u64,
     inbox: Receiver<Heard>,
     leaving: Arc<AtomicBool>,
@@ -72,7 +72,7 @@ impl Member {
             tcp: doors.tcp_addr,
             unix: doors.unix_name.clone(),
         };
-        let mut link = Link::Tcp(stream);
+        let mut link = Socket::Tcp(stream);
         send(&mut link, &ToLobby::Report(me.clone()), ticket.deadline)?;
         let table = wait_for_table(&mut link, ticket.deadline.plus(LOBBY_FIRST))?;
         let (heard, inbox) = channel();
@@ -132,7 +132,7 @@ impl Drop for Member {
 
 /// The thread that listens to the lobby.
 struct Reader {
-    link: Link,
+    link: Socket,
     heard: Sender<Heard>,
     /// The rank beside which the lobby is.
     lobby: Entry,
@@ -168,7 +168,7 @@ impl Reader {
     }
 }
 
-fn wait_for_table(link: &mut Link, deadline: Deadline) -> Result<BTreeMap<Rank, Entry>, RendezvousError> {
+fn wait_for_table(link: &mut Socket, deadline: Deadline) -> Result<BTreeMap<Rank, Entry>, RendezvousError> {
     match receive(link, MAX_MESSAGE_BYTES, deadline)? {
         ToRank::Table(table) => Ok(table.into_iter().map(|entry| (entry.rank, entry)).collect()),
         ToRank::Abort(abort) => Err(RendezvousError::Aborted(abort)),
@@ -185,13 +185,13 @@ fn enter(ticket: &Ticket<'_>) -> Result<TcpStream, RendezvousError> {
         match knock(ticket.master, left) {
             Err(error) => cause = error.to_string(),
             Ok(stream) => {
-                let mut link = Link::Tcp(stream);
+                let mut link = Socket::Tcp(stream);
                 match (auth::dial(&mut link, ticket.secret, claim, ticket.deadline), link) {
-                    (Ok(()), Link::Tcp(stream)) => return Ok(stream),
+                    (Ok(()), Socket::Tcp(stream)) => return Ok(stream),
                     // A lobby that is about to open, or close, may hang up on us.
                     (Err(AuthError::Stream(StreamError::Closed)), _) => cause = "it hung up".into(),
                     (Err(cause), _) => return Err(RendezvousError::Refused { addr, cause }),
-                    (Ok(()), Link::Unix(_)) => unreachable!("it was opened as TCP"),
+                    (Ok(()), Socket::Unix(_)) => unreachable!("it was opened as TCP"),
                 }
             }
         }

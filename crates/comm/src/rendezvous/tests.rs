@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::auth::{Refusal, Secret};
-use crate::deadline::{Deadline, Link};
+use crate::deadline::{Deadline, Socket};
 
 fn within(seconds: u64) -> Deadline {
     Deadline::after(Duration::from_secs(seconds))
@@ -101,9 +101,9 @@ fn ranks_meet_connect_and_wait_for_each_other() {
 }
 
 /// Everybody tells its peers its number, inside the host over a Unix socket.
-fn ping(rank: u32, host: &str, table: &BTreeMap<Rank, Entry>, links: &mut BTreeMap<Rank, Link>) {
+fn ping(rank: u32, host: &str, table: &BTreeMap<Rank, Entry>, links: &mut BTreeMap<Rank, Socket>) {
     for (peer, link) in links.iter_mut() {
-        assert_eq!(matches!(link, Link::Unix(_)), table[peer].host == host);
+        assert_eq!(matches!(link, Socket::Unix(_)), table[peer].host == host);
         link.write_all(&rank.to_le_bytes()).unwrap();
     }
     for (peer, link) in links {
