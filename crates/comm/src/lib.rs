@@ -9,3 +9,7 @@
 //!        |
 //! buffer                shards and staging memory; boxes as runs of bytes
 //! ```
+pub mod combine;
+pub mod memory;
+pub mod view;
+pub mod wire;
