@@ -9,7 +9,15 @@
 //!        |
 //! buffer                shards and staging memory; boxes as runs of bytes
 //! ```
+pub mod buffer;
+pub mod clock;
 pub mod combine;
+pub mod engine;
+pub mod error;
+pub mod execute;
+pub mod flight;
 pub mod memory;
+pub mod pattern;
+pub mod transport;
 pub mod view;
 pub mod wire;
