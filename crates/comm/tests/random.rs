@@ -27,7 +27,7 @@ fn every_strategy(problem: &Problem, kind: Kind, chunk_bytes: u64) -> Result<(),
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn every_element_arrives((src, dst) in arb_reshard(Limits::small()), kind in prop::sample::select(common::KINDS.to_vec())) {
