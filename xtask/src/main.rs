@@ -63,10 +63,9 @@ fn lint() -> Result<()> {
     if installed("clippy") {
         cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
     }
-    cargo_with(
-        &["doc", "--workspace", "--no-deps", "--document-private-items"],
-        &[("RUSTDOCFLAGS", "-D warnings")],
-    )
+    // Our readers read the source: private items are documented too, and may be linked to.
+    let flags = "-D warnings -A rustdoc::private_intra_doc_links";
+    cargo_with(&["doc", "--workspace", "--no-deps", "--document-private-items"], &[("RUSTDOCFLAGS", flags)])
 }
 
 /// Whether a cargo subcommand is there; says so loudly when it is not.

@@ -58,6 +58,19 @@ fn pairs_that_do_not_fit() {
     }
 }
 
+/// Each size fits into 64 bits; their sums would not.
+#[test]
+fn tensors_too_large_to_add_up() {
+    for (src, dst) in [
+        ("u8[18446744073709551615]@A{tp:2}(tp)", "u8[18446744073709551615]@B{tp:3}(tp)"),
+        ("u8[9223372036854775808]@A{tp:1}(_)", "u8[9223372036854775808]@B{h:4,tp:2}(_)"),
+        ("u8[1152921504606846976]@A{tp:2}(tp)", "u8[1152921504606846976]@B{tp:3}(tp)"),
+    ] {
+        let stderr = explain_refused(src, dst);
+        assert!(stderr.contains("bytes over all devices"), "{stderr}");
+    }
+}
+
 #[test]
 fn options_that_make_no_sense() {
     for (option, value, why) in [

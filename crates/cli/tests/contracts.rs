@@ -209,6 +209,9 @@ fn many_tensors_are_planned_together() {
     assert_eq!(doc["tensors"][0]["name"], "wq");
     assert!(doc.get("src").is_none());
     assert!(ok(&["explain", pairs]).stdout.contains("2 tensors"));
+    let text = std::fs::read_to_string(pairs).unwrap();
+    let by_stdin = crossmesh_reading(&["explain", "--pairs", "-", "--format", "json"], &text);
+    assert_eq!(by_stdin.stdout, by_flag.stdout);
     assert_eq!(crossmesh_reading(&["verify", "-"], &by_flag.stdout).code, 0);
 }
 

@@ -11,8 +11,20 @@
 //! ```
 
 pub mod auth;
+pub mod buffer;
+pub mod clock;
+pub mod combine;
 pub mod deadline;
 pub mod emulate;
+pub mod engine;
 pub mod environment;
+pub mod error;
+pub mod execute;
+pub mod flight;
 pub mod launch;
+pub mod memory;
+pub mod pattern;
 pub mod rendezvous;
+pub mod transport;
+pub mod view;
+pub mod wire;

@@ -5,6 +5,7 @@
 //! - sends to one peer in one lane, and receives from one, take place in program order (a channel is first in, first
 //!   out);
 //! - a send and the receive of its tag move the same bytes; neither side completes without the other (rendezvous).
+//!   Tags number the messages of the whole program, from 0.
 
 use std::ops::Range;
 

@@ -1,54 +1,45 @@
 //! Large random reshards, by seed: meshes of up to 4 hosts with up to 8 devices, 1 to 3 dims that do not divide
 //! evenly, axes left over for replicas, 64 MiB and more.
 
-/// SplitMix64: small, seeded, and the same everywhere.
-#[derive(Debug, Clone)]
-pub struct Rng(pub u64);
+use crate::seed::Seed;
 
-impl Rng {
-    pub fn next_u64(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// A number in `low..=high`.
-    pub fn within(&mut self, low: u64, high: u64) -> u64 {
-        low + self.next_u64() % (high - low + 1)
-    }
-}
-
-/// Source and destination of a large reshard, in our notation. Hosts are as the notation's defaults give them.
+/// Source and destination of a large reshard, in our notation. Hosts are as the notation's defaults give them. One in
+/// five stays on its mesh, one in five moves to a mesh that shares devices with it.
 pub fn pair(seed: u64) -> (String, String) {
-    let mut rng = Rng(seed);
-    let dims = rng.within(1, 3) as usize;
-    let shape = shape(&mut rng, dims);
-    let src = layout(&mut rng, "A", &shape, None);
-    // One in five stays on the same devices, one in five on some of them.
-    let same = rng.within(0, 4);
-    let dst = match same {
-        0 => src.clone(),
-        _ => layout(&mut rng, "B", &shape, None),
+    let mut seed = Seed(seed);
+    let num_dims = within(&mut seed, 1, 3) as usize;
+    let shape: Vec<String> = shape(&mut seed, num_dims).iter().map(u64::to_string).collect();
+    let tensor = format!("f32[{}]", shape.join(","));
+    let mut draw_mesh = |name: &str| {
+        let (hosts, devices) = (within(&mut seed, 1, 4), within(&mut seed, 1, 8));
+        (format!("{name}{{a0:{hosts},a1:{devices}}}"), hosts * devices)
     };
-    if same == 0 {
-        let (mesh, axes) = (src.split('@').nth(1).expect("a mesh"), src.matches(':').count());
-        let mesh = mesh.split('(').next().expect("a mesh before the splits");
-        let splits = splits(&mut rng, dims, axes);
-        return (src.clone(), format!("{}@{mesh}({splits})", src.split('@').next().expect("a dtype")));
-    }
+    let (a, len_a) = draw_mesh("A");
+    let (b, len_b) = draw_mesh("B");
+    let b = match within(&mut seed, 0, 4) {
+        0 => a.clone(),
+        1 => {
+            let first = within(&mut seed, 0, len_a - 1);
+            format!("{b}={first}-{}", first + len_b - 1)
+        }
+        _ => b,
+    };
+    let src = format!("{tensor}@{a}({})", splits(&mut seed, num_dims));
+    let dst = format!("{tensor}@{b}({})", splits(&mut seed, num_dims));
     (src, dst)
 }
 
+fn within(seed: &mut Seed, low: u64, high: u64) -> u64 {
+    low + seed.draw() % (high - low + 1)
+}
+
 /// Lengths that multiply to at least 16 Mi elements, none of them round.
-fn shape(rng: &mut Rng, dims: usize) -> Vec<u64> {
-    let target: u64 = (16 << 20) + rng.within(0, 16 << 20);
+fn shape(seed: &mut Seed, num_dims: usize) -> Vec<u64> {
+    let mut left: u64 = (16 << 20) + within(seed, 0, 16 << 20);
     let mut shape = vec![];
-    let mut left = target;
-    for dim in (1..dims).rev() {
+    for dim in (1..num_dims).rev() {
         let even = (left as f64).powf(1.0 / (dim as f64 + 1.0)) as u64;
-        let len = rng.within(even / 8 + 1, even * 2);
+        let len = within(seed, even / 8 + 1, even * 2);
         shape.push(len);
         left = left.div_ceil(len);
     }
@@ -56,26 +47,16 @@ fn shape(rng: &mut Rng, dims: usize) -> Vec<u64> {
     shape
 }
 
-fn layout(rng: &mut Rng, name: &str, shape: &[u64], devices_per_host: Option<u64>) -> String {
-    let hosts = rng.within(1, 4);
-    let devices = devices_per_host.unwrap_or_else(|| rng.within(1, 8));
-    let lens: Vec<u64> = shape.to_vec();
-    let shape: Vec<String> = lens.iter().map(u64::to_string).collect();
-    let splits = splits(rng, lens.len(), 2);
-    format!("f32[{}]@{name}{{a0:{hosts},a1:{devices}}}({splits})", shape.join(","))
-}
-
-/// Each axis splits a dim, or with a chance of a quarter none.
-fn splits(rng: &mut Rng, dims: usize, axes: usize) -> String {
-    let mut terms: Vec<Vec<String>> = vec![vec![]; dims];
-    for axis in 0..axes {
-        if rng.within(0, 3) > 0 {
-            let dim = rng.within(0, dims as u64 - 1) as usize;
-            let at = rng.within(0, terms[dim].len() as u64) as usize;
+/// Each of the two axes splits a dim, or with a chance of a quarter none.
+fn splits(seed: &mut Seed, num_dims: usize) -> String {
+    let mut terms: Vec<Vec<String>> = vec![vec![]; num_dims];
+    for axis in 0..2 {
+        if !seed.one_in(4) {
+            let dim = seed.below(num_dims);
+            let at = seed.below(terms[dim].len() + 1);
             terms[dim].insert(at, format!("a{axis}"));
         }
     }
-    let terms: Vec<String> =
-        terms.into_iter().map(|t| if t.is_empty() { "_".into() } else { t.join("+") }).collect();
-    terms.join(",")
+    let terms = terms.into_iter().map(|t| if t.is_empty() { "_".into() } else { t.join("+") });
+    terms.collect::<Vec<String>>().join(",")
 }

@@ -15,8 +15,9 @@ pub enum Way {
     Ordered,
 }
 
-/// Plans every tensor piece by piece. Partial sums are added up along a line of holders, which ends at the first
-/// receiver; the others get the whole values from there.
+/// Plans every tensor piece by piece. Partial sums are added up at the first receiver, along a line of holders that
+/// ends there, or at a holder that passes the sum on, each in its way; the other receivers get the whole values from
+/// the first.
 pub fn plan(problem: &Problem, way: Way) -> Plan {
     let mut plan = Plan::new(problem.clone(), format!("simple {way:?}"), 1 << 20);
     let mut last: Option<TransferId> = None;
@@ -29,7 +30,7 @@ pub fn plan(problem: &Problem, way: Way) -> Plan {
             let region = plan.add_region(piece.region);
             let order = last.filter(|_| way == Way::Ordered);
             last = match partial {
-                true => add_up(&mut plan, tensor, region, holders, receivers, order),
+                true => add_up(&mut plan, tensor, region, holders, receivers, (order, way)),
                 false => spread(&mut plan, tensor, region, holders, receivers, (order, way)),
             }
             .or(last);
@@ -65,7 +66,7 @@ fn add_up(
     region: RegionId,
     holders: &Tile,
     receivers: &[Rank],
-    order: Option<TransferId>,
+    (order, way): (Option<TransferId>, Way),
 ) -> Option<TransferId> {
     // A receiver that has a part of its own, if there is one: it needs no message to itself.
     let own = receivers.iter().find(|r| holders.ranks.contains(r));
@@ -84,17 +85,27 @@ fn add_up(
     if stops.last() != Some(&first) {
         stops.push(first);
     }
-    let mut last: Option<TransferId> = None;
-    for pair in stops.windows(2) {
-        let after: Vec<TransferId> = last.into_iter().chain(order).collect();
-        let id = plan.add(tensor, pair[0], pair[1], region, &after);
+    let hops: Vec<(Rank, Rank)> = match way {
+        Way::Direct => stops[..stops.len() - 1].iter().map(|&from| (from, first)).collect(),
+        Way::Chain => stops.windows(2).map(|pair| (pair[0], pair[1])).collect(),
+        Way::Ordered => {
+            let (hub, parts) = line.split_last()?;
+            let to_hub = parts.iter().map(|(_, from)| (*from, hub.1));
+            to_hub.chain((hub.1 != first).then_some((hub.1, first))).collect()
+        }
+    };
+    let mut whole: Vec<TransferId> = Vec::new();
+    for (from, to) in hops {
+        let brought = whole.iter().copied().filter(|id| plan.transfers()[id.index()].dst == from);
+        let after: Vec<TransferId> = brought.chain(order).collect();
+        let id = plan.add(tensor, from, to, region, &after);
         plan.transfer_mut(id).reduce = true;
-        last = Some(id);
+        whole.push(id);
     }
-    let whole = last;
+    whole.retain(|id| plan.transfers()[id.index()].dst == first);
+    let mut last = whole.last().copied();
     for &to in receivers.iter().filter(|r| **r != first) {
-        let after: Vec<TransferId> = whole.into_iter().collect();
-        last = Some(plan.add(tensor, first, to, region, &after));
+        last = Some(plan.add(tensor, first, to, region, &whole));
     }
     last
 }

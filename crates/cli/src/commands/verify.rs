@@ -63,6 +63,6 @@ fn check(doc: &PlanDoc) -> Result<Result<String, Violation>> {
     };
     Ok(match verify_claims(&plan, &Claims::of(doc)) {
         Ok(proof) => Ok(format!("ok: {proof}")),
-        Err(error) => Err(error.into()),
+        Err(error) => Err(error.renumbered(|t| doc.id_of(t)).into()),
     })
 }

@@ -31,12 +31,16 @@ pub(crate) struct Candidate {
 /// The least time in which the jobs can be sent, not below `floor_s`. Nodes have `rates` bytes per second and carry
 /// `loads` bytes already.
 pub(crate) fn least_time(jobs: &[Job], rates: &[f64], loads: &[u64], floor_s: f64) -> (f64, Vec<u32>) {
+    let (jobs, loads) = &without_fixed(jobs, loads);
     let mut network = FlowNetwork::new(jobs, rates.len());
     let (mut seconds, mut binding) = (floor_s, vec![]);
     for (node, (&rate, &load)) in rates.iter().zip(loads).enumerate() {
         if load as f64 / rate > seconds {
             (seconds, binding) = (load as f64 / rate, vec![node as u32]);
         }
+    }
+    if jobs.is_empty() {
+        return (seconds, binding);
     }
     loop {
         network.reset(jobs, rates, loads, seconds);
@@ -78,6 +82,19 @@ pub(crate) fn share(
         rest = network.push_all();
     }
     rest.is_none().then(|| network.shares(jobs))
+}
+
+/// Jobs with one candidate are loads.
+fn without_fixed(jobs: &[Job], loads: &[u64]) -> (Vec<Job>, Vec<u64>) {
+    let mut loads = loads.to_vec();
+    let mut free = vec![];
+    for job in jobs.iter().filter(|j| j.bytes > 0) {
+        match job.candidates.as_slice() {
+            [only] => loads[only.node as usize] += job.bytes,
+            _ => free.push(job.clone()),
+        }
+    }
+    (free, loads)
 }
 
 /// Serves jobs one after the other, each by its preferences. Often enough there is room for all; then no flow has to

@@ -8,7 +8,10 @@
 //!   channels run side by side. Where they share a link they share it in proportion to their `weight`.
 //!
 //! With `reduce`, the receiver combines what arrives with what it has: with its own part of the partial sum, and with
-//! what earlier transfers brought it.
+//! what earlier transfers brought it. Boxes that parts of a sum arrive in on one rank are the same or disjoint. What
+//! arrives in one box does so in list order, adding to it with `reduce` and replacing it without. A sum is sent by a
+//! transfer that names, in `after`, everything that was added; a transfer that names none of it sends the rank's own
+//! part alone. What arrives later waits, by `after`, for those who send what was there before.
 
 use crate::id::{Rank, RegionId, TransferId};
 use crate::region::Region;

@@ -114,6 +114,7 @@ impl Problem {
         for (_, src, dst) in &pairs {
             check_pair(src, dst)?;
         }
+        check_bytes(&pairs)?;
         let mut placer = Placer::new(hosts);
         let mut reshards = Vec::with_capacity(pairs.len());
         for (name, src, dst) in pairs {
@@ -135,6 +136,22 @@ impl Problem {
             }
         }
         meshes
+    }
+}
+
+/// More bytes than this, counted on every device that holds or receives them, is refused: sums of bytes stay far inside
+/// `u64`, and times computed from them in `f64` stay true to the byte where it matters.
+pub const MAX_BYTES: u64 = 1 << 56;
+
+fn check_bytes(pairs: &[(String, Layout, Layout)]) -> Result<(), PlanError> {
+    let on_devices = |layout: &Layout| {
+        let tiles: u128 = (0..layout.shape().len()).map(|dim| layout.num_parts(dim) as u128).product();
+        (u128::from(layout.bytes()) * layout.mesh().len() as u128).div_ceil(tiles)
+    };
+    let bytes = pairs.iter().map(|(_, src, dst)| on_devices(src) + on_devices(dst)).sum::<u128>();
+    match bytes > u128::from(MAX_BYTES) {
+        true => Err(PlanError::TooLarge { what: "bytes over all devices", limit: MAX_BYTES }),
+        false => Ok(()),
     }
 }
 
@@ -264,5 +281,17 @@ mod tests {
         ));
         assert!(matches!(fails("f32[8]@A{tp:4}(tp)", "f32[8]@A{tp:2}(tp)"), PlanError::MeshRedefined { .. }));
         assert!(matches!(fails("f32[8]@A{tp:4}(tp)", "f32[8]@B{tp:2}=8-9(tp)"), PlanError::RankGap { .. }));
+    }
+
+    #[test]
+    fn refuses_more_bytes_than_it_can_add_up() {
+        let of = |shape: u64, dst: &str| {
+            problem(&format!("u8[{shape}]@A{{tp:2}}(tp)"), &format!("u8[{shape}]@B{{dp:2,tp:2}}({dst})"))
+        };
+        let limit = PlanError::TooLarge { what: "bytes over all devices", limit: MAX_BYTES };
+        assert_eq!(of(u64::MAX, "tp").unwrap_err(), limit);
+        // Four whole copies beside the source are too many, two are not.
+        assert_eq!(of(MAX_BYTES / 4, "_").unwrap_err(), limit);
+        assert!(of(MAX_BYTES / 4, "tp").is_ok());
     }
 }

@@ -161,4 +161,34 @@ impl VerifyError {
             BytesClaimed { .. } => Law::Claims,
         }
     }
+
+    /// The same with other names for the transfers: those of a document whose ids leave gaps, say.
+    pub fn renumbered(mut self, id: impl Fn(TransferId) -> TransferId) -> Self {
+        use VerifyError::*;
+        match &mut self {
+            NoSuchRank { transfer, .. } | NoSuchTensor { transfer, .. } | SelfTransfer { transfer, .. } => {
+                *transfer = id(*transfer);
+            }
+            EmptyBox { transfer, .. } | OutsideTensor { transfer, .. } | SizeDiffers { transfer, .. } => {
+                *transfer = id(*transfer);
+            }
+            CombinesWhole { transfer, .. } | CrossesOwnPart { transfer, .. } | PartTwice { transfer, .. } => {
+                *transfer = id(*transfer);
+            }
+            NotHeld { transfer, .. } | SumUneven { transfer, .. } => *transfer = id(*transfer),
+            NoSuchTransfer { transfer, after } | AfterTwice { transfer, after } => {
+                (*transfer, *after) = (id(*transfer), id(*after));
+            }
+            SumUnfinished { transfer, unnamed: other, .. } | Race { transfer, writer: other, .. } => {
+                (*transfer, *other) = (id(*transfer), id(*other));
+            }
+            CrossingSums { first, second, .. } => (*first, *second) = (id(*first), id(*second)),
+            Twice { first, second, .. } => (*first, *second) = (first.map(&id), id(*second)),
+            Circle { transfers, .. } => transfers.iter_mut().for_each(|t| *t = id(*t)),
+            Missing { .. } | MissingPart { .. } | NotOnce { .. } | Unmatched { .. } | EndsDiffer { .. } => {}
+            ChannelOrder { .. } | BadDependency { .. } | SlotTooSmall { .. } | SlotTaken { .. } => {}
+            OverClaim { .. } | BytesClaimed { .. } => {}
+        }
+        self
+    }
 }

@@ -250,3 +250,12 @@ fn all_may_get_the_sum_back() {
     }
     assert_eq!(verify(&plan).unwrap().peak_extra_bytes, 0);
 }
+
+#[test]
+fn transfers_can_be_named_as_a_document_names_them() {
+    let mut plan = empty_plan("f32[4]@A{x:2}(x)", "f32[4]@B{x:1}(_)");
+    add(&mut plan, 0, 2, (0, 2), &[1]);
+    add(&mut plan, 1, 2, (2, 4), &[0]);
+    let error = verify(&plan).unwrap_err().renumbered(|t| TransferId(t.0 * 10));
+    assert_eq!(error.to_string(), "t0, t10 wait for each other");
+}

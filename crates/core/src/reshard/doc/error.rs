@@ -37,6 +37,8 @@ pub enum PlanDocError {
     Figure { field: &'static str, value: String },
     #[error("the document has more than 2^32 transfers or `after` entries")]
     TooLarge,
+    #[error("transfer {id} is listed twice, and would deliver its box twice")]
+    IdTwice { id: u32 },
     #[error("transfer {id}: `id` follows id {previous}\nhint: ids rise along the list")]
     IdOrder { id: u32, previous: u32 },
     #[error("transfer {id}: `tensor` is {tensor}, the document has {tensors}")]
@@ -70,6 +72,7 @@ impl PlanDocError {
         use PlanDocError::*;
         match self {
             UnknownAfter { .. } => Some("causality"),
+            IdTwice { .. } => Some("coverage"),
             IdOrder { .. } | Tensor { .. } | Rank { .. } | RegionDims { .. } => Some("malformed"),
             RegionBackwards { .. } | RegionOutside { .. } | Bytes { .. } | WeightZero { .. } => {
                 Some("malformed")

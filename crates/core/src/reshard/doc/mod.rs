@@ -22,8 +22,9 @@ use serde::{Deserialize, Serialize};
 pub use cluster::{ClusterDoc, GroupDoc, HostDoc, TierDoc};
 pub use error::PlanDocError;
 
-use super::plan::{Plan, Transfer};
 use crate::id::TransferId;
+
+use super::plan::{Plan, Transfer};
 
 /// The one schema this program reads and writes.
 pub const SCHEMA: &str = "crossmesh.plan/1";
@@ -152,6 +153,11 @@ impl PlanDoc {
             reasons: plan.reasons.clone(),
             transfers: (0..).zip(plan.transfers()).map(|(id, t)| TransferDoc::new(plan, id, t)).collect(),
         }
+    }
+
+    /// The id under which the document lists a transfer of its plan. Ids rise, but may leave gaps.
+    pub fn id_of(&self, transfer: TransferId) -> TransferId {
+        self.transfers.get(transfer.index()).map_or(transfer, |t| TransferId(t.id))
     }
 
     /// The document as text: a field a line, and a line for every device and every transfer.

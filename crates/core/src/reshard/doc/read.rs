@@ -1,7 +1,6 @@
 //! From text to a document, and from a document to a plan.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 
 use serde::Deserialize;
 
@@ -156,14 +155,20 @@ struct TransferReader<'a> {
     doc: &'a PlanDoc,
     /// Ids rise but may leave gaps; then this says which transfer an id is.
     index: Option<HashMap<u32, u32>>,
-    regions: HashMap<Vec<[u64; 2]>, RegionId>,
+    regions: HashMap<&'a [[u64; 2]], RegionId>,
 }
 
 impl<'a> TransferReader<'a> {
     fn new(doc: &'a PlanDoc) -> Result<Self, PlanDocError> {
-        for pair in doc.transfers.windows(2) {
-            if pair[1].id <= pair[0].id {
-                return Err(PlanDocError::IdOrder { id: pair[1].id, previous: pair[0].id });
+        for (i, pair) in doc.transfers.windows(2).enumerate() {
+            let (previous, id) = (pair[0].id, pair[1].id);
+            if id <= previous {
+                let twice = doc.transfers[..=i].iter().any(|t| t.id == id);
+                return Err(if twice {
+                    PlanDocError::IdTwice { id }
+                } else {
+                    PlanDocError::IdOrder { id, previous }
+                });
             }
         }
         let dense = (0..).zip(&doc.transfers).all(|(i, t)| t.id == i);
@@ -198,15 +203,15 @@ impl<'a> TransferReader<'a> {
         }
     }
 
-    fn region_of(&mut self, plan: &mut Plan, t: &TransferDoc) -> Result<RegionId, PlanDocError> {
+    fn region_of(&mut self, plan: &mut Plan, t: &'a TransferDoc) -> Result<RegionId, PlanDocError> {
         check_region(plan, t)?;
-        match self.regions.entry(t.region.clone()) {
-            Entry::Occupied(known) => Ok(*known.get()),
-            Entry::Vacant(new) => {
-                let spans = t.region.iter().map(|&[start, end]| Span::new(start, end)).collect();
-                Ok(*new.insert(plan.add_region(Region::new(spans))))
-            }
+        if let Some(known) = self.regions.get(t.region.as_slice()) {
+            return Ok(*known);
         }
+        let spans = t.region.iter().map(|&[start, end]| Span::new(start, end)).collect();
+        let region = plan.add_region(Region::new(spans));
+        self.regions.insert(&t.region, region);
+        Ok(region)
     }
 }
 

@@ -100,7 +100,8 @@ fn refuses_other_schemas() {
 #[test]
 fn refuses_transfers_that_contradict_themselves() {
     use PlanDocError::*;
-    assert_eq!(error("\"id\":1", "\"id\":0"), IdOrder { id: 0, previous: 0 });
+    assert_eq!(error("\"id\":1", "\"id\":0"), IdTwice { id: 0 });
+    assert_eq!(error("\"id\":0", "\"id\":9"), IdOrder { id: 1, previous: 9 });
     assert_eq!(error("\"dst\":3", "\"dst\":9"), Rank { id: 1, field: "dst", rank: 9, devices: 4 });
     assert_eq!(error("[[0,2],[0,2]]", "[[0,2]]"), RegionDims { id: 0, found: 1, dims: 2 });
     assert_eq!(error("[[0,2],[0,2]]", "[[0,2],[2,0]]"), RegionBackwards { id: 0, dim: 1, start: 2, end: 0 });

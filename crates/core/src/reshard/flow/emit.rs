@@ -12,7 +12,8 @@
 //! Inside a host the box passes from the device it entered at through all others that want it.
 //!
 //! Where boxes are forwarded, a chain fills the faster the fewer streams share a link. So what one device sends along
-//! one route is one lane: its boxes follow each other, and weigh as much as all of them together.
+//! one route is one lane: its boxes follow each other, and weigh as much as all of them together. Large boxes of all
+//! devices behind a NIC share a lane.
 
 use rustc_hash::FxHashMap;
 
@@ -36,18 +37,19 @@ struct Stretch {
     wanters: RankSet,
 }
 
-/// Who has a box of the cell under way, and since which transfer.
+/// Who on a host has the box under way, and since which transfer.
 #[derive(Clone, Copy)]
 struct Has {
-    host: u32,
+    /// Void for any other box.
+    box_number: u32,
     rank: Rank,
     since: TransferId,
 }
 
 pub(super) struct Emitter<'a> {
-    problem: &'a Problem,
-    demands: &'a Demands,
-    plan: Plan,
+    pub(super) problem: &'a Problem,
+    pub(super) demands: &'a Demands,
+    pub(super) plan: Plan,
     stretches: Vec<Vec<Stretch>>,
     ports: PortTable,
     /// Whether any host has a choice of ports.
@@ -55,22 +57,37 @@ pub(super) struct Emitter<'a> {
     /// Counts boxes, so that devices that can stand in for each other take turns.
     turn: usize,
     lanes: Lanes,
+    /// By host.
+    has: Vec<Has>,
+    box_number: u32,
 }
+
+/// Devices of a host take turns in a lane with boxes from this size on: well above what telling the next one costs.
+const MIN_HANDED_OVER: u64 = 1 << 20;
 
 /// Lanes of forwarded boxes.
 #[derive(Default)]
 struct Lanes {
-    /// By route (its class and place), device, and the node it sends to.
+    /// By route, source (a device or the first of its host), and the node it sends to.
     numbers: FxHashMap<(RouteId, Rank, u32), usize>,
     lanes: Vec<Lane>,
 }
 
-/// Whether a route is between hosts, its class, its place in the class.
-type RouteId = (bool, u32, u32);
+/// Between hosts (0), inside one (1) or of a sum (2); its class or path; its place in the class.
+pub(super) type RouteId = (u8, u32, u32);
 
 struct Lane {
     bytes: u64,
-    last: TransferId,
+    last: Option<TransferId>,
+}
+
+impl Lanes {
+    fn number(&mut self, route: RouteId, src: Rank, to: u32) -> usize {
+        *self.numbers.entry((route, src, to)).or_insert_with(|| {
+            self.lanes.push(Lane { bytes: 0, last: None });
+            self.lanes.len() - 1
+        })
+    }
 }
 
 impl<'a> Emitter<'a> {
@@ -86,6 +103,11 @@ impl<'a> Emitter<'a> {
             many_ports,
             turn: 0,
             lanes: Lanes::default(),
+            has: vec![
+                Has { box_number: 0, rank: Rank(0), since: TransferId(0) };
+                problem.topology.num_hosts()
+            ],
+            box_number: 0,
         }
     }
 
@@ -124,21 +146,60 @@ impl<'a> Emitter<'a> {
     ) -> TransferId {
         let (src, dst) = ends;
         let Some((route, to)) = lane else { return self.plan.add(tensor, src, dst, region, &[]) };
-        let first_lane = self.first_lane();
-        let lanes = &mut self.lanes.lanes;
-        let number = *self.lanes.numbers.entry((route, src, to)).or_insert_with(|| {
-            lanes.push(Lane { bytes: 0, last: TransferId(u32::MAX) });
-            lanes.len() - 1
+        let number = self.lanes.number(route, self.lane_source(src, region, tensor), to);
+        let last = self.lanes.lanes[number].last.filter(|_| !self.many_ports);
+        // Between the same two devices the channel keeps the order by itself.
+        let last = last.filter(|l| {
+            let last = &self.plan.transfers()[l.index()];
+            (last.src, last.dst) != ends
         });
-        let last = Some(lanes[number].last).filter(|l| l.0 != u32::MAX && !self.many_ports);
-        // To the same device the channel keeps the order by itself.
-        let last = last.filter(|l| self.plan.transfers()[l.index()].dst != dst);
         let id = self.plan.add(tensor, src, dst, region, last.as_slice());
+        self.join_lane(id, number);
+        id
+    }
+
+    /// Who stands for a lane's source: the device itself, or its host for boxes that are worth a message between its
+    /// devices.
+    fn lane_source(&self, src: Rank, region: RegionId, tensor: u32) -> Rank {
+        let topology = &self.problem.topology;
+        let width = self.problem.reshards[tensor as usize].src.layout.dtype().bytes();
+        match self.many_ports || self.plan.regions()[region.index()].volume() * width < MIN_HANDED_OVER {
+            true => src,
+            false => topology.ranks_of(topology.host(src)).next().expect("a host of a rank has ranks"),
+        }
+    }
+
+    /// Adds the first transfer of a sum's path.
+    pub(super) fn add_first(
+        &mut self,
+        tensor: u32,
+        (src, dst): (Rank, Rank),
+        region: RegionId,
+        after: &[TransferId],
+        route: RouteId,
+    ) -> TransferId {
+        let number = self.lanes.number(route, src, dst.0);
+        let id = self.plan.add(tensor, src, dst, region, after);
+        self.join_lane(id, number);
+        id
+    }
+
+    fn join_lane(&mut self, id: TransferId, number: usize) {
+        let first_lane = self.first_lane();
         let added = self.plan.transfer_mut(id);
         added.lane = first_lane + number as u32;
-        lanes[number].bytes += added.bytes;
-        lanes[number].last = id;
-        id
+        self.lanes.lanes[number].bytes += added.bytes;
+        self.lanes.lanes[number].last = Some(id);
+    }
+
+    /// What every host has been given to send so far.
+    pub(super) fn bytes_out(&self) -> Vec<u64> {
+        let topology = &self.problem.topology;
+        let mut bytes = vec![0; topology.num_hosts()];
+        for t in self.plan.transfers().iter().filter(|t| self.plan.crosses_hosts(t)) {
+            bytes[topology.host(t.src).index()] += t.bytes;
+        }
+        bytes
     }
 
     /// Chooses ports for everything that crosses between hosts. Returns the seconds the busiest port needs, and the
@@ -201,7 +262,7 @@ impl<'a> Emitter<'a> {
             let mut at = start;
             for cut in inner.chain([end]) {
                 let forwards = route.edges.iter().any(|e| e.depth > 0);
-                let lane = forwards.then_some((true, c, r as u32));
+                let lane = forwards.then_some((0, c, r as u32));
                 let cell = Cell { key: (c, s), at: at - stretch.start, stretch: &stretch, lane };
                 row.for_each(demands, at, cut, |index, region| {
                     let tensor = demands.items[index as usize].tensor;
@@ -255,18 +316,18 @@ impl<'a> Emitter<'a> {
 
     /// One box along its route.
     fn tree(&mut self, cell: &Cell, route: &Route, tensor: u32, region: RegionId) {
-        let mut has: Vec<Has> = Vec::with_capacity(route.edges.len());
+        self.box_number += 1;
         for edge in &route.edges {
-            let (src, since) = match has.iter().find(|h| h.host == edge.from) {
-                Some(h) => (h.rank, Some(h.since)),
-                None => self.leave_holder(cell, edge.from, tensor, region, &mut has),
+            let (src, since) = match self.has[edge.from as usize] {
+                h if h.box_number == self.box_number => (h.rank, Some(h.since)),
+                _ => self.leave_holder(cell, edge.from, tensor, region),
             };
             let entry = self.entry(cell, edge.to);
             let arrived = match since {
                 Some(_) => self.plan.add(tensor, src, entry, region, since.as_slice()),
                 None => self.add_root(tensor, (src, entry), region, cell.lane.map(|l| (l, edge.to))),
             };
-            has.push(Has { host: edge.to, rank: entry, since: arrived });
+            self.has[edge.to as usize] = Has { box_number: self.box_number, rank: entry, since: arrived };
             self.spread_inside(cell, edge.to, entry, arrived, tensor, region);
         }
     }
@@ -278,7 +339,6 @@ impl<'a> Emitter<'a> {
         host: u32,
         tensor: u32,
         region: RegionId,
-        has: &mut Vec<Has>,
     ) -> (Rank, Option<TransferId>) {
         let topology = &self.problem.topology;
         let holders = on_host(self.demands.set(cell.stretch.holders), HostId(host), topology);
@@ -294,7 +354,7 @@ impl<'a> Emitter<'a> {
             topology.ranks_of(HostId(host)).find(|&r| topology.port(r) == port).expect("a port has devices");
         let holder = holders[self.turn % holders.len()];
         let since = self.plan.add(tensor, holder, relay, region, &[]);
-        has.push(Has { host, rank: relay, since });
+        self.has[host as usize] = Has { box_number: self.box_number, rank: relay, since };
         (relay, Some(since))
     }
 
@@ -343,7 +403,7 @@ impl<'a> Emitter<'a> {
             let mut row = Row::new(&class.items, 0);
             for (r, route) in routes.iter().enumerate() {
                 let forwards = route.edges.iter().any(|e| e.depth > 0);
-                let lane = forwards.then_some((false, c as u32, r as u32));
+                let lane = forwards.then_some((1, c as u32, r as u32));
                 row.for_each(demands, route.start, route.end, |index, region| {
                     let tensor = demands.items[index as usize].tensor;
                     let region = self.plan.add_region(region);
@@ -431,7 +491,7 @@ fn on_host<'a>(set: &'a [Rank], host: HostId, topology: &Topology) -> &'a [Rank]
     &set[start..start + len]
 }
 
-/// Items next to each other with the same sets. [`super::sort_classes`] has brought them together.
+/// Items next to each other with the same sets. [`Demands::of`] has brought them together.
 fn stretches(class: &Class, demands: &Demands) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = vec![];
     let mut at = 0;

@@ -1,8 +1,9 @@
 //! `flow`: plans at the bound.
 //!
 //! Four steps, each a module: what has to move ([`super::demand`]); how fast it can be done at all
-//! ([`super::bound`]); who sends what, along which trees of hosts ([`routes`]) and through which ports ([`ports`]);
-//! and the transfers that do it ([`emit`]).
+//! ([`super::bound`]); who sends what, along which trees of hosts ([`mod@routes`]) and through which ports ([`ports`]);
+//! and the transfers that do it ([`emit`], and [`sums`] for partial sums). Clusters with tiers have routes of their own
+//! ([`tiers`]).
 //!
 //! Why this meets the bound: at the bound's time every node can send its share and take in its share, and every
 //! channel weighs as much as it has bytes. So a link with load `L` gives each of its channels `bytes / L` of its rate,
@@ -14,18 +15,23 @@ mod boxes;
 mod emit;
 mod ports;
 mod routes;
+mod sums;
+mod tiers;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::assign::least_time;
 use super::bound::{bound_of, out_jobs};
 use super::demand::Demands;
+use super::lower::lower;
 use super::plan::Plan;
 use super::problem::{PlanError, Problem};
 use super::strategy::{MIN_CHUNK_BYTES, PlanOptions};
+use crate::id::Rank;
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
 use routes::{Route, routes};
+use tiers::tiered_routes;
 
 /// Alternatives are compared by simulating them while they are no larger than this; beyond, the first is taken.
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
@@ -35,6 +41,10 @@ const MIN_CHUNK: u64 = 32 << 10;
 const MAX_CHUNK: u64 = 4 << 20;
 /// How much longer than the bound the ports beside the right devices may take before others relay.
 const RELAY_GAIN: f64 = 1.01;
+/// A plan this close to the bound is not worth comparing with others.
+const CLOSE_ENOUGH: f64 = 1.02;
+/// The most extra time holders are given in exchange for shallower trees.
+const MAX_STRETCH: f64 = 64.0;
 
 pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
     if let Some(chunk) = options.chunk_bytes.filter(|&c| c < MIN_CHUNK_BYTES) {
@@ -42,37 +52,17 @@ pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, Pla
     }
     let demands = Demands::of(problem)?;
     let bound = bound_of(problem, &demands);
-    let flow = Flow::new(problem, options, &demands, bound.seconds);
-    let mut best = flow.build(1.0, false);
-    if best.plan.transfers().len() <= MAX_COMPARED_TRANSFERS {
-        let mut stretch = 2.0;
-        let mut rival = Some(&best).filter(|b| b.depth > 0).map(|_| flow.build(stretch, false));
-        let mut chosen = None;
-        while let Some(built) = rival.take() {
-            let current = chosen.as_ref().unwrap_or(&best);
-            let (depth, transfers) = (built.depth, built.plan.transfers().len());
-            if built.plan.predicted_s() < current.plan.predicted_s() * 0.999 {
-                chosen = Some(built);
-            }
-            stretch *= 2.0;
-            if depth > 0 && stretch <= 64.0 && transfers <= MAX_COMPARED_TRANSFERS {
-                rival = Some(flow.build(stretch, false));
-            }
-        }
-        best = chosen.unwrap_or(best);
+    let flow = Flow { problem, options, demands: &demands, bound_s: bound.seconds };
+    let mut best = flow.build(1.0, false)?;
+    if best.is_small() && best.depth > 0 {
+        best = flow.try_shallower(best)?;
     }
     if best.port_seconds > RELAY_GAIN * best.seconds {
-        let relayed = flow.build(best.stretch, true);
-        let small = relayed.plan.transfers().len() <= MAX_COMPARED_TRANSFERS;
-        if relayed.port_seconds < best.port_seconds
-            && (!small || relayed.plan.predicted_s() < best.plan.predicted_s())
-        {
-            best = relayed;
-        }
+        best = flow.try_relays(best)?;
     }
-    let mut plan = best.explain(bound.seconds);
+    flow.check_memory(&best.plan)?;
+    let plan = best.explain(bound.seconds);
     plan.check_size()?;
-    plan.strategy = "flow".into();
     Ok(plan)
 }
 
@@ -81,8 +71,7 @@ struct Flow<'a> {
     problem: &'a Problem,
     options: &'a PlanOptions,
     demands: &'a Demands,
-    remote_s: f64,
-    local_s: f64,
+    bound_s: f64,
 }
 
 /// One alternative.
@@ -97,37 +86,84 @@ struct Built {
     depth: u32,
 }
 
-impl<'a> Flow<'a> {
-    fn new(problem: &'a Problem, options: &'a PlanOptions, demands: &'a Demands, bound_s: f64) -> Self {
-        let (host_rates, local_rates) = out_rates(problem);
-        let no_loads = |rates: &[f64]| vec![0; rates.len()];
-        let (remote_s, _) =
-            least_time(&out_jobs(&demands.remote), &host_rates, &no_loads(&host_rates), bound_s);
-        let (local_s, _) =
-            least_time(&out_jobs(&demands.local), &local_rates, &no_loads(&local_rates), bound_s);
-        Self { problem, options, demands, remote_s, local_s }
-    }
-
-    fn build(&self, stretch: f64, relay: bool) -> Built {
+impl Flow<'_> {
+    fn build(&self, stretch: f64, relay: bool) -> Result<Built, PlanError> {
         let (host_rates, local_rates) = out_rates(self.problem);
-        let seconds = self.remote_s * stretch;
-        let remote = routes(&self.demands.remote, &host_rates, &vec![0; host_rates.len()], seconds)
-            .expect("the least time is enough");
-        let local = routes(&self.demands.local, &local_rates, &vec![0; local_rates.len()], self.local_s)
-            .expect("the least time is enough");
-        let plan = Plan::new(self.problem.clone(), "flow", 0);
-        let mut emitter = Emitter::new(self.problem, self.demands, plan);
+        let mut emitter =
+            Emitter::new(self.problem, self.demands, Plan::new(self.problem.clone(), "flow", 0));
+        emitter.sums(self.options.max_extra_bytes)?;
+        let loads = emitter.bytes_out();
+        let jobs = out_jobs(&self.demands.remote);
+        let (seconds, _) = least_time(&jobs, &host_rates, &loads, self.bound_s);
+        let remote = match self.problem.cluster.tiers.is_empty() {
+            true => routes(&self.demands.remote, &host_rates, &loads, seconds * stretch),
+            false => Some(tiered_routes(&self.demands.remote, self.problem)),
+        };
+        let remote = remote.expect("the least time is enough");
         let (port_seconds, relayed_bytes) = emitter.choose_ports(&remote, relay);
         emitter.remote(&remote);
+
+        let no_loads = vec![0; local_rates.len()];
+        let (local_s, _) = least_time(&out_jobs(&self.demands.local), &local_rates, &no_loads, self.bound_s);
+        let local =
+            routes(&self.demands.local, &local_rates, &no_loads, local_s).expect("the least time is enough");
         emitter.local(&local);
         let mut plan = emitter.into_plan();
         let depth = deepest(&remote);
-        plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan, depth));
-        Built { plan, stretch, seconds: self.remote_s, port_seconds, relayed_bytes, depth }
+        plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
+        Ok(Built { plan, stretch, seconds, port_seconds, relayed_bytes, depth })
+    }
+
+    /// Gives holders more time than the least, twice as much each try, so that they send more copies themselves and
+    /// trees get shallower: where messages are small, fewer hops are worth more than fewer bytes.
+    fn try_shallower(&self, mut best: Built) -> Result<Built, PlanError> {
+        let mut best_s = best.plan.predicted_s();
+        if best_s <= CLOSE_ENOUGH * self.bound_s {
+            return Ok(best);
+        }
+        let (mut stretch, mut depth) = (2.0, best.depth);
+        while depth > 0 && stretch <= MAX_STRETCH {
+            let rival = self.build(stretch, false)?;
+            depth = rival.depth;
+            let rival_s = rival.plan.predicted_s();
+            if rival_s < best_s * 0.999 {
+                (best, best_s) = (rival, rival_s);
+            }
+            stretch *= 2.0;
+        }
+        Ok(best)
+    }
+
+    /// Lets idle neighbours' NICs help, if that is predicted to be faster and memory allows it.
+    fn try_relays(&self, best: Built) -> Result<Built, PlanError> {
+        let rival = self.build(best.stretch, true)?;
+        let faster = match rival.is_small() {
+            true => rival.plan.predicted_s() < best.plan.predicted_s(),
+            false => rival.port_seconds < best.port_seconds,
+        };
+        let fits = self.options.max_extra_bytes.is_none() || self.check_memory(&rival.plan).is_ok();
+        Ok(if faster && fits { rival } else { best })
+    }
+
+    fn check_memory(&self, plan: &Plan) -> Result<(), PlanError> {
+        let Some(limit) = self.options.max_extra_bytes else { return Ok(()) };
+        let program = lower(plan);
+        let extra = program.ranks.iter().map(|r| r.extra_bytes()).enumerate();
+        let (rank, needed) =
+            extra.max_by_key(|&(rank, bytes)| (bytes, std::cmp::Reverse(rank))).unwrap_or((0, 0));
+        match needed <= limit {
+            true => Ok(()),
+            false => Err(PlanError::OverBudget { rank: Rank::at(rank), needed, limit, smallest: needed }),
+        }
     }
 }
 
 impl Built {
+    /// Small enough to be compared with others by simulating both.
+    fn is_small(&self) -> bool {
+        self.plan.transfers().len() <= MAX_COMPARED_TRANSFERS
+    }
+
     fn explain(mut self, bound_s: f64) -> Plan {
         let reasons = &mut self.plan.reasons;
         reasons.push(match self.depth {
@@ -162,17 +198,15 @@ fn deepest(routes: &[Vec<Route>]) -> u32 {
 
 /// A chunk that lets the deepest chain fill in a small share of the time: with `n` lanes side by side on a port, a hop's
 /// first chunk takes `n` chunks' time.
-fn fitting_chunk(plan: &Plan, depth: u32) -> u64 {
+fn fitting_chunk(plan: &Plan) -> u64 {
     let topology = &plan.problem.topology;
     let mut port_bytes = vec![0u64; topology.ports.len()];
-    let mut side_by_side: FxHashMap<u32, FxHashSet<(u32, u32)>> = FxHashMap::default();
+    let mut side_by_side: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();
+    let depth = network_depths(plan).into_iter().max().unwrap_or(0);
     for transfer in plan.transfers().iter().filter(|t| plan.crosses_hosts(t)) {
         port_bytes[topology.port(transfer.src).index()] += transfer.bytes;
         if depth > 0 {
-            side_by_side
-                .entry(topology.port(transfer.src).0)
-                .or_default()
-                .insert((transfer.src.0, transfer.lane));
+            side_by_side.entry(topology.port(transfer.src).0).or_default().insert(transfer.lane);
         }
     }
     let channels = side_by_side.values().map(|c| c.len() as u64).max().unwrap_or(1);
@@ -180,4 +214,16 @@ fn fitting_chunk(plan: &Plan, depth: u32) -> u64 {
     let chunk = busiest / (FILL_SHARE * u64::from(depth + 1) * channels);
     let power_of_two = 1 << chunk.max(1).ilog2();
     chunk.min(power_of_two).clamp(MIN_CHUNK, MAX_CHUNK)
+}
+
+/// For every transfer, how often its box has crossed between hosts before. A transfer follows one that brought the same
+/// box to its source; it is the first in its `after`.
+fn network_depths(plan: &Plan) -> Vec<u32> {
+    let mut depths: Vec<u32> = Vec::with_capacity(plan.transfers().len());
+    for t in plan.transfers() {
+        let leader = plan.after(t).first().map(|a| (*a, &plan.transfers()[a.index()]));
+        let leader = leader.filter(|(_, l)| l.dst == t.src && l.region == t.region);
+        depths.push(leader.map_or(0, |(id, l)| depths[id.index()] + u32::from(plan.crosses_hosts(l))));
+    }
+    depths
 }

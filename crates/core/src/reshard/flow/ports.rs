@@ -28,10 +28,13 @@ pub(super) struct Crossing {
     pub ports: Vec<PortId>,
 }
 
+/// Class, stretch, host and direction.
+type Place = (u32, u32, HostId, Way);
+
 /// For stretches with a choice: ports, and how much of the stretch each of them carries, in order.
 #[derive(Debug, Default)]
 pub(super) struct PortTable {
-    chosen: FxHashMap<(u32, u32, HostId, Way), Vec<(PortId, u64)>>,
+    chosen: FxHashMap<Place, Vec<(PortId, u64)>>,
     /// The longest any port is busy.
     pub seconds: f64,
     pub relayed_bytes: u64,

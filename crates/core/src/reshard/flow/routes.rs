@@ -135,10 +135,10 @@ mod tests {
                 (!receivers.is_empty()).then(|| Class { bytes: bytes * 10_000, holders, receivers, items: vec![] })
             }).collect();
             let rates: Vec<f64> = rates.into_iter().map(|r| f64::from(r) * 1000.0).collect();
-            let loads = vec![0; 8];
+            let loads = [0; 8];
             let (seconds, _) = least_time(&out_jobs(&classes), &rates, &loads, 0.0);
             let routes = routes(&classes, &rates, &loads, seconds).expect("the least time is enough");
-            let mut sent = vec![0u64; 8];
+            let mut sent = [0u64; 8];
             for (class, routes) in classes.iter().zip(&routes) {
                 prop_assert_eq!(routes.iter().map(|r| r.end - r.start).sum::<u64>(), class.bytes);
                 for route in routes {
