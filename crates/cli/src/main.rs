@@ -19,6 +19,7 @@ mod predict;
 #[cfg(test)]
 mod reference;
 mod report;
+mod runner;
 mod suite;
 mod summary;
 
@@ -52,7 +53,10 @@ enum Command {
     Simulate(commands::simulate::Args),
     Diff(commands::diff::Args),
     Bench(commands::bench::Args),
+    Run(commands::run::Args),
     Launch(commands::launch::Args),
+    #[command(hide = true)]
+    Rank(commands::rank::Args),
     Completions(commands::completions::Args),
 }
 
@@ -65,6 +69,8 @@ fn main() -> ExitCode {
         Command::Simulate(args) => commands::simulate::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
+        Command::Run(args) => commands::run::run(args),
+        Command::Rank(args) => commands::rank::run(&args),
         Command::Launch(args) => commands::launch::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),
     };

@@ -6,5 +6,7 @@ pub mod diff;
 pub mod explain;
 pub mod launch;
 pub mod plan;
+pub mod rank;
+pub mod run;
 pub mod simulate;
 pub mod verify;
