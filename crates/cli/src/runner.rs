@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
-use crossmesh_comm::launch::{Job, Line, OnLine, Outcome, Process, Signals, Source};
+use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
 use crossmesh_core::id::{HostId, Rank};
 use crossmesh_core::reshard::Plan;
 
@@ -21,8 +21,9 @@ use crate::predict::Prediction;
 
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 512;
-/// After a failure, ranks agree on the culprit and say so within this time.
-const GRACE: Duration = Duration::from_millis(2500);
+/// After a failure, ranks agree on the culprit and say so within this time. One that still runs then is stuck.
+const GRACE: Grace =
+    Grace { after_failure: Duration::from_millis(1500), after_term: Duration::from_millis(100) };
 
 /// How to run.
 #[derive(Debug, Clone)]

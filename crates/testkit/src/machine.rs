@@ -12,6 +12,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 const LOOK: Duration = Duration::from_millis(5);
+const ENTER: Duration = Duration::from_secs(2);
 
 /// Fails a test that cannot mean anything without root.
 pub fn needs_root() {
@@ -20,14 +21,22 @@ pub fn needs_root() {
 
 /// Runs `work` on a thread inside a network namespace.
 pub fn inside<T: Send>(namespace: &str, work: impl FnOnce() -> T + Send) -> T {
-    let file = File::open(Path::new("/run/netns").join(namespace)).expect("the namespace is there");
     std::thread::scope(|scope| {
         let thread = Builder::new().name(namespace.into()).spawn_scoped(scope, || {
-            let fd = std::os::fd::AsFd::as_fd(&file);
-            move_into_link_name_space(fd, Some(LinkNameSpaceType::Network)).expect("root may enter");
+            // The name is there a moment before the namespace is.
+            assert!(eventually(ENTER, || enter(namespace)), "{namespace} cannot be entered");
             work()
         });
         thread.expect("a thread can be started").join().expect("the work does not panic")
+    })
+}
+
+/// Moves this thread into a network namespace.
+fn enter(namespace: &str) -> bool {
+    let file = File::open(Path::new("/run/netns").join(namespace));
+    file.is_ok_and(|file| {
+        let fd = std::os::fd::AsFd::as_fd(&file);
+        move_into_link_name_space(fd, Some(LinkNameSpaceType::Network)).is_ok()
     })
 }
 

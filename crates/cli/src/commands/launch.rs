@@ -9,14 +9,14 @@ use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place, Variables, variables};
-use crossmesh_comm::launch::{Job, Line, OnLine, Outcome, Process, Signals, Source, remote_command};
+use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source, remote_command};
 use crossmesh_core::id::Rank;
 use crossmesh_core::units::parse_rate;
 
 use crate::Answer;
 
-/// Others may finish a word after the first failure.
-const GRACE: Duration = Duration::from_millis(200);
+/// Others may finish a word after the first failure, and save what they have when they are asked to end.
+const GRACE: Grace = Grace { after_failure: Duration::from_millis(200), after_term: Duration::from_secs(5) };
 
 /// Start a program once for every rank, with its rank in the environment, as torchrun does.
 #[derive(Debug, clap::Args)]

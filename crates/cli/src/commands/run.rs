@@ -50,7 +50,7 @@ pub struct Args {
 #[command(next_help_heading = "Running")]
 pub struct RunArgs {
     /// Put every host into a network namespace with a NIC of this rate, or `cluster` for the cluster's rates; needs root
-    #[arg(long, value_name = "RATE", conflicts_with = "nic")]
+    #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
     pub emulate: Option<String>,
     /// How often [default: 1; a bench: 5]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
@@ -111,7 +111,11 @@ struct Report {
 
 pub fn run(mut args: Args) -> Result<Answer> {
     if let Some(rate) = args.run.nic() {
-        args.problem.hosts.nic = Some(rate.clone());
+        if let Some(nic) = args.problem.hosts.nic.replace(rate.clone()) {
+            bail!(
+                "NICs cannot be of {nic} and be emulated with {rate}\nhint: leave --nic out, or say --emulate {CLUSTER_RATES}"
+            );
+        }
     }
     let options = args.run.options(1, args.flight.clone())?;
     let prediction = predict(&args)?;

@@ -33,8 +33,14 @@ pub use signals::Signals;
 
 /// How often the launcher looks after its processes.
 const LOOK: Duration = Duration::from_millis(5);
-/// Between asking a process to end and ending it.
-const TERM_TO_KILL: Duration = Duration::from_secs(2);
+/// How patient a launcher is with processes that should end.
+#[derive(Debug, Clone, Copy)]
+pub struct Grace {
+    /// After a failure, for the others to say what they saw.
+    pub after_failure: Duration,
+    /// Between asking a process to end and ending it.
+    pub after_term: Duration,
+}
 
 /// A process to start.
 #[derive(Debug, Clone)]
@@ -97,13 +103,12 @@ impl Outcome {
 pub struct Job {
     running: BTreeMap<Rank, Child>,
     output: output::Pumps,
-    /// After a failure, the others have this long to say what they saw.
-    grace: Duration,
+    grace: Grace,
 }
 
 impl Job {
     /// Starts all of them, or none. They end when the calling thread does.
-    pub fn start(processes: Vec<Process>, on_line: OnLine, grace: Duration) -> Result<Self, LaunchError> {
+    pub fn start(processes: Vec<Process>, on_line: OnLine, grace: Grace) -> Result<Self, LaunchError> {
         let mut job = Self { running: BTreeMap::new(), output: output::Pumps::new(on_line), grace };
         for process in processes {
             let rank = process.rank;
@@ -135,8 +140,8 @@ impl Job {
             }
         };
         match outcome {
-            Outcome::Failed { .. } => self.reap_until(Deadline::after(self.grace), signals),
-            Outcome::Signalled(_) => self.reap_until(Deadline::after(TERM_TO_KILL), signals),
+            Outcome::Failed { .. } => self.reap_until(Deadline::after(self.grace.after_failure), signals),
+            Outcome::Signalled(_) => self.reap_until(Deadline::after(self.grace.after_term), signals),
             Outcome::Done | Outcome::TimedOut => {}
         }
         self.end_all();
@@ -173,7 +178,7 @@ impl Job {
     /// Asks, waits, and ends.
     fn end_all(&mut self) {
         self.running.values().for_each(|child| signal_group(child, Signal::TERM));
-        let deadline = Deadline::after(TERM_TO_KILL);
+        let deadline = Deadline::after(self.grace.after_term);
         while !self.running.is_empty() && !deadline.passed() {
             self.reap();
             std::thread::sleep(LOOK);

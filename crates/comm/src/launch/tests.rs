@@ -9,6 +9,8 @@ fn signals() -> (Signals, MutexGuard<'static, ()>) {
     (Signals::watch().unwrap(), turn)
 }
 
+const PROMPT: Grace = Grace { after_failure: Duration::from_millis(100), after_term: Duration::from_secs(1) };
+
 fn shell(rank: u32, script: &str) -> Process {
     let args = vec!["-c".into(), script.into()];
     Process {
@@ -44,7 +46,7 @@ fn output_comes_line_by_line_and_all_of_it() {
     let (signals, _turn) = signals();
     let (sink, seen) = lines();
     let processes = (0..3).map(|r| shell(r, "echo out; echo err >&2; printf no-newline")).collect();
-    let outcome = Job::start(processes, sink, Duration::ZERO).unwrap().wait(&signals, soon());
+    let outcome = Job::start(processes, sink, PROMPT).unwrap().wait(&signals, soon());
     assert_eq!(outcome, Outcome::Done);
     let mut seen = seen.lock().unwrap().clone();
     seen.sort();
@@ -63,7 +65,7 @@ fn the_first_failure_ends_all_with_its_code() {
         shell(1, "trap '' TERM; echo $$; while :; do sleep 1; done"),
         shell(2, "sleep 0.2; exit 7"),
     ];
-    let job = Job::start(processes, sink, Duration::from_millis(100)).unwrap();
+    let job = Job::start(processes, sink, PROMPT).unwrap();
     let pids = job.pids();
     let outcome = job.wait(&signals, soon());
     assert!(matches!(outcome, Outcome::Failed { rank: Rank(2), .. }), "{outcome:?}");
@@ -78,7 +80,7 @@ fn the_first_failure_ends_all_with_its_code() {
 fn a_killed_process_counts_as_failed() {
     let (signals, _turn) = signals();
     let processes = vec![shell(0, "sleep 60"), shell(1, "kill -9 $$")];
-    let outcome = Job::start(processes, lines().0, Duration::ZERO).unwrap().wait(&signals, soon());
+    let outcome = Job::start(processes, lines().0, PROMPT).unwrap().wait(&signals, soon());
     assert_eq!(outcome.exit_code(), 137);
 }
 
@@ -104,7 +106,7 @@ fn a_signal_to_the_launcher_reaches_everybody() {
 #[test]
 fn what_takes_too_long_is_ended() {
     let (signals, _turn) = signals();
-    let job = Job::start(vec![shell(0, "sleep 60")], lines().0, Duration::ZERO).unwrap();
+    let job = Job::start(vec![shell(0, "sleep 60")], lines().0, PROMPT).unwrap();
     let pids = job.pids();
     let outcome = job.wait(&signals, Some(Deadline::after(Duration::from_millis(100))));
     assert_eq!(outcome, Outcome::TimedOut);
@@ -114,7 +116,7 @@ fn what_takes_too_long_is_ended() {
 #[test]
 fn a_program_that_is_not_there_is_named_and_nothing_stays() {
     let missing = Process { program: "/no/such/program".into(), ..shell(1, "") };
-    let error = Job::start(vec![shell(0, "sleep 60"), missing], lines().0, Duration::ZERO).err().unwrap();
+    let error = Job::start(vec![shell(0, "sleep 60"), missing], lines().0, PROMPT).err().unwrap();
     assert!(error.to_string().starts_with("cannot start `/no/such/program` as r1: "), "{error}");
 }
 
@@ -128,7 +130,7 @@ fn a_remote_process_gets_its_environment_and_ends_with_its_input() {
     let command = ["sh", "-c", "echo $RANK $CROSSMESH_SECRET; exit 5"].map(String::from);
     let (sink, seen) = lines();
     let process = remote_command(Rank(4), &rsh, "node7", &env, &command);
-    let outcome = Job::start(vec![process], sink, Duration::ZERO).unwrap().wait(&signals, soon());
+    let outcome = Job::start(vec![process], sink, PROMPT).unwrap().wait(&signals, soon());
     assert_eq!((outcome.exit_code(), seen.lock().unwrap().join("|").as_str()), (5, "[4] 4 quite secret"));
 }
 
