@@ -31,7 +31,7 @@ pub use job::{JobSpec, Tensor};
 use crate::clock::Clock;
 use crate::error::CommError;
 use crate::flight::FlightRecord;
-use crate::transport::{Event, Expected, Link, LinkError, Message};
+use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
 pub(crate) use job::Job;
 use sends::InLine;
 
@@ -469,10 +469,16 @@ impl Engine {
         self.suspect(peer, error)
     }
 
-    /// The connection is of no more use.
+    /// The connection is of no more use. A peer that took its leave may still wait for ours.
     fn forget(&mut self, peer: usize) {
-        self.peers[peer].lost = true;
-        let unwatched = epoll::delete(&self.poller, self.peers[peer].link.fd());
+        let p = &mut self.peers[peer];
+        p.lost = true;
+        if p.said_bye {
+            p.link.control(Control::Bye);
+            let _gone = p.link.flush(&mut vec![]);
+            p.link.shutdown();
+        }
+        let unwatched = epoll::delete(&self.poller, p.link.fd());
         debug_assert!(unwatched.is_ok());
     }
 }
