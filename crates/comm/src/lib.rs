@@ -16,6 +16,7 @@ pub mod engine;
 pub mod error;
 pub mod execute;
 pub mod flight;
+pub mod fuzz;
 pub mod memory;
 pub mod pattern;
 pub mod transport;

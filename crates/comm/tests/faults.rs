@@ -4,11 +4,11 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::{Kind, Links, links_of, planned, tcp_pair};
 use crossmesh_comm::buffer::{RankBuffers, Sharing};
-use crossmesh_comm::clock::Monotonic;
+use crossmesh_comm::clock::{Clock, Monotonic};
 use crossmesh_comm::engine::{Engine, EngineOptions, JobSpec};
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::flight::OpState;
@@ -78,13 +78,13 @@ fn outcome(kind: Kind, culprit: Rank, fault: Fault, deadline_ms: u64) -> Outcome
             }
             others.push(scope.spawn(move || {
                 let handle = engine.start(spec).unwrap();
-                let start = Instant::now();
+                let start = Monotonic.now_ns();
                 let Err(error) = engine.wait(handle) else {
-                    let waited = start.elapsed();
+                    let waited = Duration::from_nanos(Monotonic.now_ns() - start);
                     engine.close();
                     return (rank, (None, waited));
                 };
-                let waited = start.elapsed();
+                let waited = Duration::from_nanos(Monotonic.now_ns() - start);
                 let record = engine.flight_record().expect("a failed engine keeps a record");
                 assert!(record.jobs[0].ops.iter().any(|op| op.state != OpState::Done));
                 let json = serde_json::to_string(record).unwrap();
