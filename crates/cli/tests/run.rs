@@ -228,6 +228,42 @@ fn garbage_at_the_rendezvous_is_turned_away_and_the_run_goes_on() {
 }
 
 #[test]
+fn impostors_are_turned_away_and_the_run_goes_on() {
+    let scratch = Scratch::new();
+    let plan = scratch.at("plan.json");
+    let (src, dst) = ("i32[16,1024,256]@A{h:1,g:2}(g,_,_)", "i32[16,1024,256]@B{h:2,g:2}(_,_,_)");
+    ok(&["plan", src, dst, "-o", &plan]);
+    let mut run = LongRun::start(&[]);
+    let environment = std::fs::read_to_string(format!("/proc/{}/environ", run.ranks[3])).unwrap();
+    let secret =
+        environment.split('\0').find_map(|v| v.strip_prefix("CROSSMESH_SECRET=")).unwrap().to_string();
+    let namespace = namespaces_of(run.launcher.id()).into_iter().find(|n| n.ends_with("-h1")).unwrap();
+    let pretend = |rank: &str, secret: &str| {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &namespace, env!("CARGO_BIN_EXE_crossmesh"), "rank", "--plan", &plan]);
+        command.args(["--deadline-ms", "1000", "--arrive-ms", "3000"]).envs([
+            ("RANK", rank),
+            ("WORLD_SIZE", "6"),
+            ("MASTER_ADDR", "10.77.0.1"),
+            ("CROSSMESH_SECRET", secret),
+        ]);
+        let out = output_within(&mut command, PATIENCE);
+        assert_eq!(out.status.code(), Some(2));
+        String::from_utf8(out.stderr).unwrap()
+    };
+    assert!(pretend("3", "some other job's secret").contains("turned away: wrong secret"));
+    assert!(pretend("3", &secret).contains("turned away: this rank is here already"));
+    assert!(run.launcher.try_wait().unwrap().is_none(), "the run ended");
+    run.signal(4, "-KILL");
+    let stderr = run.ends_within(PROMPT);
+    assert!(!stderr.contains(&secret));
+    for why in ["r3: turned away: wrong secret", "r3: turned away: this rank is here already"] {
+        let line = stderr.lines().find(|l| l.contains(why)).unwrap_or_else(|| panic!("{why}: {stderr}"));
+        assert!(line.starts_with("[0] rendezvous: turned away 10.77.0.2:"), "{line}");
+    }
+}
+
+#[test]
 fn nonsense_is_refused() {
     let pair = ["f32[8]@A{tp:2}(tp)", "f32[8]@B{tp:2}(_)"];
     for (option, value, why) in [

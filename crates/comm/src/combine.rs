@@ -81,7 +81,8 @@ mod tests {
 
     #[test]
     fn combines_every_dtype() {
-        let cases: [(DType, Vec<u8>, Vec<u8>, [Vec<u8>; 3]); 5] = [
+        type Case = (DType, Vec<u8>, Vec<u8>, [Vec<u8>; 3]);
+        let cases: [Case; 5] = [
             (
                 DType::F32,
                 le32(&[1.5, -2.0]),

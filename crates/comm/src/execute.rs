@@ -57,7 +57,7 @@ pub struct RankReport {
 pub struct Failure {
     #[source]
     pub error: CommError,
-    pub flight: Option<FlightRecord>,
+    pub flight: Option<Box<FlightRecord>>,
 }
 
 impl From<CommError> for Failure {
@@ -101,7 +101,7 @@ pub fn execute(
     let mut run = Run { plan, program: &program, rank, buffers: &buffers, check: options.check };
     let result = run.repeat(&mut engine, options.repeat, barrier);
     engine.close();
-    result.map_err(|error| Failure { error, flight: engine.flight_record().cloned() })
+    result.map_err(|error| Failure { error, flight: engine.flight_record().cloned().map(Box::new) })
 }
 
 fn check_sums(plan: &Plan) -> Result<(), CommError> {

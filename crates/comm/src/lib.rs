@@ -21,6 +21,7 @@ pub mod environment;
 pub mod error;
 pub mod execute;
 pub mod flight;
+pub mod fuzz;
 pub mod launch;
 pub mod memory;
 pub mod pattern;

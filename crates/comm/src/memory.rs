@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::combine::Combine;
@@ -53,13 +53,17 @@ impl Memory {
     /// A segment without a name, which vanishes with the last process that has it.
     pub fn shared(len: u64) -> io::Result<Self> {
         let len = mapped_len(len)?;
-        let segment = memfd_create("crossmesh", MemfdFlags::CLOEXEC)?;
+        let segment = memfd_create("crossmesh", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&segment, len as u64)?;
+        fcntl_add_seals(&segment, SealFlags::SHRINK | SealFlags::GROW)?;
         Self::map(segment, len, ProtFlags::READ | ProtFlags::WRITE)
     }
 
-    /// A peer's segment, to read from.
+    /// A peer's segment, to read from. It has to be sealed: a segment that shrinks takes its readers down with it.
     pub fn of_peer(segment: OwnedFd) -> io::Result<Self> {
+        if !fcntl_get_seals(&segment)?.contains(SealFlags::SHRINK) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the peer's segment may shrink"));
+        }
         let len = usize::try_from(fstat(&segment)?.st_size).map_err(|_| io::ErrorKind::InvalidData)?;
         Self::map(segment, mapped_len(len as u64)?, ProtFlags::READ)
     }

@@ -59,6 +59,9 @@ pub struct Args {
     flight: Option<PathBuf>,
 }
 
+/// A connection to every rank that the plan needs.
+type Links = Vec<(Rank, Box<dyn Link>)>;
+
 /// A line to the process that started us.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -126,7 +129,7 @@ fn meet(
     secret: &Secret,
     deadline: Deadline,
     said: &Arc<AtomicBool>,
-) -> Result<(Member, Vec<(Rank, Box<dyn Link>)>)> {
+) -> Result<(Member, Links)> {
     let host = host_name(variables);
     let master = (place.master_addr.as_str(), place.master_port);
     let ticket = Ticket { master, rank: place.rank, host: &host, secret, deadline };
@@ -159,13 +162,7 @@ fn say_once(said: &AtomicBool, abort: &Abort) {
 }
 
 /// Moves the tensors; an error is what the job agreed on.
-fn work(
-    args: &Args,
-    plan: &Plan,
-    place: &Place,
-    mut member: Member,
-    links: Vec<(Rank, Box<dyn Link>)>,
-) -> Result<Answer, Abort> {
+fn work(args: &Args, plan: &Plan, place: &Place, mut member: Member, links: Links) -> Result<Answer, Abort> {
     let hosts = (0..place.world).map(|r| member.table.get(&Rank(r)).map_or("?".into(), |e| e.host.clone()));
     let engine = EngineOptions { deadline_ms: args.deadline_ms, hosts: hosts.collect() };
     let options = ExecuteOptions { engine, repeat: args.repeat, ..ExecuteOptions::default() };

@@ -110,12 +110,12 @@ struct Report {
 }
 
 pub fn run(mut args: Args) -> Result<Answer> {
-    if let Some(rate) = args.run.nic() {
-        if let Some(nic) = args.problem.hosts.nic.replace(rate.clone()) {
-            bail!(
-                "NICs cannot be of {nic} and be emulated with {rate}\nhint: leave --nic out, or say --emulate {CLUSTER_RATES}"
-            );
-        }
+    if let Some(rate) = args.run.nic()
+        && let Some(nic) = args.problem.hosts.nic.replace(rate.clone())
+    {
+        bail!(
+            "NICs cannot be of {nic} and be emulated with {rate}\nhint: leave --nic out, or say --emulate {CLUSTER_RATES}"
+        );
     }
     let options = args.run.options(1, args.flight.clone())?;
     let prediction = predict(&args)?;

@@ -70,6 +70,16 @@ fn tensor(index: usize, reshard: &crossmesh_core::reshard::Reshard) -> Tensor {
     Tensor { name, combine: layout.partial().and_then(|p| Combine::new(layout.dtype(), p.op)) }
 }
 
+/// Whether two sends go to the same peer in the same lane.
+fn in_one_channel(a: &Op, b: &Op) -> bool {
+    match (a.kind, b.kind) {
+        (OpKind::Send { to, lane, .. }, OpKind::Send { to: other, lane: other_lane, .. }) => {
+            (to, lane) == (other, other_lane)
+        }
+        _ => false,
+    }
+}
+
 /// How far an op is.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Progress {
@@ -173,6 +183,9 @@ impl Job {
                     && self.ops[i as usize].leader.is_none()
                     && matches!((op.kind, leader.kind), (OpKind::Send { .. }, OpKind::Recv { .. }))
                     && (leader.tensor, leader.bytes) == (op.tensor, op.bytes);
+                if in_one_channel(leader, op) && dep.op < i {
+                    continue; // first in, first out: the channel sees to it
+                }
                 if streams {
                     self.ops[i as usize].leader = Some(dep.op);
                     self.followers.entry(dep.op).or_default().push(i);

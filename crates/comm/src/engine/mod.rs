@@ -31,7 +31,7 @@ pub use job::{JobSpec, Tensor};
 use crate::clock::Clock;
 use crate::error::CommError;
 use crate::flight::FlightRecord;
-use crate::transport::{Event, Expected, Link, LinkError, Message};
+use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
 pub(crate) use job::Job;
 use sends::InLine;
 
@@ -39,6 +39,9 @@ use sends::InLine;
 const COPY_STEP_BYTES: u64 = 1 << 20;
 /// Messages announced for jobs that have not started here yet; a peer that announces more is out of its mind.
 const MAX_EARLY_TAGS: usize = 1 << 22;
+
+const NO_EVENT: epoll::Event =
+    epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
 
 /// What a user may set.
 #[derive(Debug, Clone)]
@@ -82,6 +85,8 @@ struct Peer {
     heard_ns: u64,
     waits_for: Option<Rank>,
     said_bye: bool,
+    /// We said that nothing more comes.
+    shut: bool,
     lost: bool,
 }
 
@@ -129,6 +134,7 @@ impl Engine {
                 heard_ns: now,
                 waits_for: None,
                 said_bye: false,
+                shut: false,
                 lost: false,
             });
         }
@@ -158,7 +164,7 @@ impl Engine {
         if self.jobs.is_empty() {
             self.peers.iter_mut().for_each(|p| p.heard_ns = now);
         }
-        let link_of = |rank: Rank| self.peers.iter().position(|p| p.rank == rank);
+        let link_of = |rank: Rank| self.peers.iter().position(|p| p.rank == rank && !p.lost);
         let mut job = Job::new(spec, now, link_of, self.me)?;
         let early = self.early.remove(&id).unwrap_or_default();
         self.early_tags -= early.len();
@@ -225,8 +231,7 @@ impl Engine {
         let wait_ns = if may_wait { self.watch.until_next(self.clock.now_ns()) } else { 0 };
         let timeout =
             Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
-        let mut buffer =
-            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 64];
+        let mut buffer = [NO_EVENT; 64];
         let mut turn: Vec<usize> = match epoll::wait(&self.poller, &mut buffer, Some(&timeout)) {
             Ok(count) => buffer[..count].iter().map(|e| e.data.u64() as usize).collect(),
             Err(Errno::INTR) => vec![],
@@ -460,9 +465,20 @@ impl Engine {
     }
 
     fn on_lost(&mut self, peer: usize, error: LinkError) -> Result<(), CommError> {
-        self.peers[peer].lost = true;
-        let fd_gone = epoll::delete(&self.poller, self.peers[peer].link.fd());
-        debug_assert!(fd_gone.is_ok());
+        self.forget(peer);
         self.suspect(peer, error)
+    }
+
+    /// The connection is of no more use. A peer that took its leave may still wait for ours.
+    fn forget(&mut self, peer: usize) {
+        let p = &mut self.peers[peer];
+        p.lost = true;
+        if p.said_bye {
+            p.link.control(Control::Bye);
+            let _gone = p.link.flush(&mut vec![]);
+            p.link.shutdown();
+        }
+        let unwatched = epoll::delete(&self.poller, p.link.fd());
+        debug_assert!(unwatched.is_ok());
     }
 }

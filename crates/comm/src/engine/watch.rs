@@ -10,11 +10,12 @@
 //! The first to find out tells its peers, they tell theirs, and all end with the same name.
 
 use crossmesh_core::id::Rank;
+use rustix::event::{Timespec, epoll};
 
-use super::Engine;
+use super::{Engine, NO_EVENT};
 use crate::error::CommError;
 use crate::flight::FlightRecord;
-use crate::transport::{Control, LinkError};
+use crate::transport::{Control, Event, LinkError};
 
 /// Between two signs of life.
 const BEAT_NS: u64 = 200_000_000;
@@ -22,6 +23,7 @@ const BEAT_NS: u64 = 200_000_000;
 const GRACE_NS: u64 = 250_000_000;
 /// How long a rank that gave up goes on telling the others.
 const LINGER_NS: u64 = 600_000_000;
+const LINGER_STEP_NS: u64 = 20_000_000;
 const MS: u64 = 1_000_000;
 
 pub(super) struct Watch {
@@ -150,35 +152,43 @@ impl Engine {
             peer.link.control(Control::Abort { culprit, reason: reason.clone() });
         }
         self.jobs.clear();
-        self.linger(LINGER_NS, Some(culprit));
+        self.linger(LINGER_NS, |p| p.rank == culprit);
         self.failed = Some(error.clone());
         error
     }
 
-    /// Flushes, then reads on until the peers have closed too.
-    fn linger(&mut self, limit_ns: u64, without: Option<Rank>) {
+    /// Writes what is left, then reads on until every peer is done or the time is up.
+    fn linger(&mut self, limit_ns: u64, done: impl Fn(&super::Peer) -> bool) {
         let end = self.clock.now_ns() + limit_ns;
-        let mut closing = vec![false; self.peers.len()];
         loop {
-            let mut open = false;
-            for (i, closing) in closing.iter_mut().enumerate() {
-                let peer = &mut self.peers[i];
-                if peer.lost {
-                    continue;
-                }
-                self.events.clear();
-                let read = peer.link.progress(&mut self.events);
-                peer.lost = read.is_err() || peer.link.flush(&mut self.events).is_err();
-                if !*closing && !peer.link.wants_write() {
-                    peer.link.shutdown();
-                    *closing = true;
-                }
-                open |= !peer.lost && Some(peer.rank) != without;
+            for peer in 0..self.peers.len() {
+                self.let_go(peer);
             }
-            if !open || self.clock.now_ns() >= end {
+            let open = self.peers.iter().any(|p| !p.lost && !done(p));
+            let now = self.clock.now_ns();
+            if !open || now >= end {
                 return;
             }
-            std::thread::sleep(std::time::Duration::from_millis(5));
+            let wait = Timespec { tv_sec: 0, tv_nsec: (end - now).min(LINGER_STEP_NS) as i64 };
+            let _any = epoll::wait(&self.poller, &mut [NO_EVENT; 64], Some(&wait));
+        }
+    }
+
+    /// Moves a connection towards its end.
+    fn let_go(&mut self, peer: usize) {
+        let p = &mut self.peers[peer];
+        if p.lost {
+            return;
+        }
+        let mut events = vec![];
+        let over = p.link.progress(&mut events).is_err() || p.link.flush(&mut events).is_err();
+        p.said_bye |= events.contains(&Event::Bye);
+        if !p.link.wants_write() && !p.shut {
+            p.shut = true;
+            p.link.shutdown();
+        }
+        if over || self.watch_write(peer).is_err() {
+            self.forget(peer);
         }
     }
 
@@ -194,6 +204,7 @@ impl Engine {
         for peer in self.peers.iter_mut().filter(|p| !p.lost) {
             peer.link.control(Control::Bye);
         }
-        self.linger(LINGER_NS, None);
+        // Closing earlier could take bytes from a peer that has not read them yet.
+        self.linger(self.options.deadline_ms * MS, |p| p.said_bye);
     }
 }

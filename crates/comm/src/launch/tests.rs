@@ -91,7 +91,7 @@ fn a_signal_to_the_launcher_reaches_everybody() {
     let job = Job::start(
         vec![shell(0, "trap 'echo bye; exit' INT; echo hi; while :; do sleep 0.05; done")],
         sink,
-        Duration::ZERO,
+        PROMPT,
     );
     let job = job.unwrap();
     let deadline = Deadline::after(Duration::from_secs(5));

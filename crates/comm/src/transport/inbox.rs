@@ -197,7 +197,7 @@ fn check_data(header: &Header, arrivals: &Arrivals) -> Result<(), WireError> {
         return Err(unexpected("it is longer than the message"));
     }
     let element = arriving.expected.combine.map_or(1, |c| c.element_bytes() as u32);
-    if header.len % element != 0 {
+    if !header.len.is_multiple_of(element) {
         return Err(unexpected("it ends inside an element"));
     }
     Ok(())

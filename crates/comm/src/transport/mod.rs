@@ -25,7 +25,7 @@ use crate::wire::WireError;
 
 mod inbox;
 pub mod mem;
-mod outbox;
+pub(crate) mod outbox;
 mod shm;
 pub mod stream;
 

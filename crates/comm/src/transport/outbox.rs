@@ -97,6 +97,20 @@ impl Outbox {
         self.num_urgent += 1;
     }
 
+    /// Bytes that need not be a frame, for tests of the other side.
+    pub fn push_raw(&mut self, bytes: Vec<u8>) {
+        let frame = Frame {
+            header: [0; HEADER_BYTES],
+            body: Body::Bytes(bytes),
+            written: HEADER_BYTES as u64,
+            sent: None,
+            descriptor: None,
+        };
+        if frame.len() > frame.written {
+            self.frames.push_back(frame);
+        }
+    }
+
     /// A frame behind everything else.
     pub fn push_last(&mut self, header: Header) {
         let body = Body::Bytes(vec![]);

@@ -177,10 +177,11 @@ impl Link for StreamLink {
                 let header = Header::bare(Kind::Beat, 0, waits_for.map_or(NOBODY, |r| r.0));
                 self.outbox.push_control(header, vec![], None);
             }
-            Control::Abort { culprit, mut reason } => {
-                reason.truncate(reason.floor_char_boundary(MAX_REASON_BYTES));
-                let header = Header::of(Kind::Abort, 0, culprit.0, 0, reason.as_bytes());
-                self.outbox.push_control(header, reason.into_bytes(), None);
+            Control::Abort { culprit, reason } => {
+                let mut payload = reason.into_bytes();
+                payload.truncate(MAX_REASON_BYTES);
+                let header = Header::of(Kind::Abort, 0, culprit.0, 0, &payload);
+                self.outbox.push_control(header, payload, None);
             }
             Control::Bye => self.outbox.push_last(Header::bare(Kind::Bye, 0, 0)),
         }
