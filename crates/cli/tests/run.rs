@@ -45,6 +45,14 @@ fn a_plan_file_runs_with_its_strategy() {
     assert!(ok(&["run", &plan]).last_line().ends_with("; every element checked"));
 }
 
+/// The best run of several: on a busy machine single ones take longer, but that NICs are not shaped, or that a byte
+/// travels twice, shows in all of them.
+fn assert_near_the_bound(report: &serde_json::Value) {
+    let measured = report["measured_s"].as_array().unwrap().iter().map(|s| s.as_f64().unwrap());
+    let over = measured.fold(f64::INFINITY, f64::min) / report["lower_bound_s"].as_f64().unwrap();
+    assert!((0.9..1.6).contains(&over), "{over} × the bound: {report}");
+}
+
 #[test]
 fn emulated_hosts_move_at_the_rate_of_their_nics() {
     needs_root();
@@ -53,9 +61,7 @@ fn emulated_hosts_move_at_the_rate_of_their_nics() {
     let args = ["run", src, dst, "--emulate", "100Mbit", "--repeat", "3", "--format", "json"];
     let report = ok(&args).json();
     assert_eq!(report["verified"], true);
-    let over = report["over_bound"].as_f64().unwrap();
-    // A busy machine may take longer; that NICs are not shaped, or a byte comes twice, shows either way.
-    assert!((0.9..1.6).contains(&over), "{over} × the bound");
+    assert_near_the_bound(&report);
 }
 
 #[test]
@@ -69,8 +75,7 @@ fn a_slow_host_is_emulated_from_its_cluster_file() {
         ["run", src, dst, "--emulate", "cluster", "--cluster", cluster.to_str().unwrap(), "--format", "json"];
     let report = ok(&args).json();
     assert!((report["lower_bound_s"].as_f64().unwrap() - (1 << 20) as f64 / 6.25e6).abs() < 1e-6);
-    let over = report["over_bound"].as_f64().unwrap();
-    assert!((0.9..1.6).contains(&over), "{over} × the bound");
+    assert_near_the_bound(&report);
 }
 
 #[test]
@@ -92,6 +97,11 @@ fn without_root_the_error_says_what_is_needed() {
     assert!(stderr.starts_with("error: emulating hosts needs root"), "{stderr}");
 }
 
+/// Two sources on a host, four destinations on two.
+const GRID: [&str; 2] = ["i32[16,1024,256]@A{h:1,g:2}(g,_,_)", "i32[16,1024,256]@B{h:2,g:2}(_,_,_)"];
+/// r0 to r1 to r2, a host each: everybody moves all the time.
+const CHAIN: [&str; 2] = ["i32[16,1024,256]@A{h:1}(_,_,_)", "i32[16,1024,256]@B{h:2,g:1}(_,_,_)"];
+
 /// A run on three emulated hosts that would take about ten seconds, under way.
 struct LongRun {
     launcher: Child,
@@ -100,11 +110,10 @@ struct LongRun {
 }
 
 impl LongRun {
-    fn start(extra: &[&str]) -> Self {
+    fn start(pair: [&str; 2], extra: &[&str]) -> Self {
         needs_root();
-        let (src, dst) = ("i32[16,1024,256]@A{h:1,g:2}(g,_,_)", "i32[16,1024,256]@B{h:2,g:2}(_,_,_)");
         let mut command = binary();
-        command.args(["run", src, dst, "--emulate", "12Mbit"]).args(extra);
+        command.arg("run").args(pair).args(["--emulate", "12Mbit"]).args(extra);
         let launcher =
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let moving = || {
@@ -122,7 +131,7 @@ impl LongRun {
         let mut ranks: Vec<(u32, u32)> =
             descendants(launcher.id()).into_iter().filter_map(|pid| Some((rank_of(pid)?, pid))).collect();
         ranks.sort_unstable();
-        assert_eq!(ranks.len(), 6);
+        assert_eq!(ranks.len(), if pair == GRID { 6 } else { 3 });
         Self { launcher, ranks: ranks.into_iter().map(|(_, pid)| pid).collect() }
     }
 
@@ -157,7 +166,7 @@ fn a_killed_rank_is_named_by_every_other() {
     let segments = shared_segments();
     // A source, the one beside the rendezvous, one that forwards, the last of the chain.
     for victim in [0, 1, 2, 5] {
-        let run = LongRun::start(&[]);
+        let run = LongRun::start(GRID, &[]);
         run.signal(victim, "-KILL");
         let stderr = run.ends_within(PROMPT);
         let lines: Vec<&str> = stderr.lines().filter(|l| l.starts_with('[')).collect();
@@ -172,14 +181,14 @@ fn a_killed_rank_is_named_by_every_other() {
 #[test]
 #[expect(clippy::disallowed_methods, reason = "a test of real time")]
 fn a_stopped_rank_is_named_after_the_deadline() {
-    for victim in [1, 3] {
-        let run = LongRun::start(&["--deadline", "1s"]);
+    for victim in [0, 1, 2] {
+        let run = LongRun::start(CHAIN, &["--deadline", "1s"]);
         let start = Instant::now();
         run.signal(victim, "-STOP");
         let stderr = run.ends_within(Duration::from_secs(1) + PROMPT + STUCK);
         assert!(start.elapsed() >= Duration::from_millis(900));
         assert!(
-            stderr.lines().last().unwrap().contains(&format!("r{victim} on h{}", victim / 2)),
+            stderr.lines().last().unwrap().contains(&format!("error: r{victim} on h{victim} ")),
             "{stderr}"
         );
     }
@@ -187,7 +196,7 @@ fn a_stopped_rank_is_named_after_the_deadline() {
 
 #[test]
 fn a_cut_cable_ends_the_run_and_names_the_host() {
-    let run = LongRun::start(&["--deadline", "1s"]);
+    let run = LongRun::start(CHAIN, &["--deadline", "1s"]);
     let namespace = namespaces_of(run.launcher.id()).into_iter().find(|n| n.ends_with("-switch")).unwrap();
     let cut = Command::new("ip").args(["-n", &namespace, "link", "set", "p2", "down"]).status().unwrap();
     assert!(cut.success());
@@ -197,7 +206,7 @@ fn a_cut_cable_ends_the_run_and_names_the_host() {
 
 #[test]
 fn an_interrupted_run_leaves_nothing() {
-    let run = LongRun::start(&[]);
+    let run = LongRun::start(GRID, &[]);
     let launcher = run.launcher.id().to_string();
     assert!(Command::new("kill").args(["-INT", &launcher]).status().unwrap().success());
     run.ends_within(Duration::from_secs(4));
@@ -231,9 +240,8 @@ fn garbage_at_the_rendezvous_is_turned_away_and_the_run_goes_on() {
 fn impostors_are_turned_away_and_the_run_goes_on() {
     let scratch = Scratch::new();
     let plan = scratch.at("plan.json");
-    let (src, dst) = ("i32[16,1024,256]@A{h:1,g:2}(g,_,_)", "i32[16,1024,256]@B{h:2,g:2}(_,_,_)");
-    ok(&["plan", src, dst, "-o", &plan]);
-    let mut run = LongRun::start(&[]);
+    ok(&["plan", GRID[0], GRID[1], "-o", &plan]);
+    let mut run = LongRun::start(GRID, &[]);
     let environment = std::fs::read_to_string(format!("/proc/{}/environ", run.ranks[3])).unwrap();
     let secret =
         environment.split('\0').find_map(|v| v.strip_prefix("CROSSMESH_SECRET=")).unwrap().to_string();

@@ -185,8 +185,7 @@ fn work(args: &Args, plan: &Plan, place: &Place, mut member: Member, links: Link
         }
         Err(failure) => {
             write_flight(args.flight.as_deref(), place.rank, &failure);
-            let Failure { error, .. } = failure;
-            Err(member.fail(Fault { blames: error.culprit(), text: first_line(&error) }))
+            Err(member.fail(fault(&failure.error)))
         }
     }
 }
@@ -200,8 +199,13 @@ fn comm_error(me: Rank, error: RendezvousError) -> CommError {
     }
 }
 
-fn first_line(error: &CommError) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_string()
+/// What to report: of an abort, the reason of the one who found out first.
+fn fault(error: &CommError) -> Fault {
+    let text = match error {
+        CommError::Aborted { reason, .. } => reason.clone(),
+        other => other.to_string(),
+    };
+    Fault { blames: error.culprit(), text: text.lines().next().unwrap_or_default().to_string() }
 }
 
 fn summary(report: RankReport, started_ns: Vec<u64>) -> Summary {

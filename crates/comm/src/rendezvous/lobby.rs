@@ -23,8 +23,11 @@ use crate::deadline::{Deadline, Socket, StreamError};
 pub const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Connections that may be proving themselves at once, beside the ranks; more are dropped unheard.
 const MAX_STRANGERS: usize = 256;
-/// After the first fault the others have this long to say whom they wait for.
-const SETTLE: Duration = Duration::from_millis(300);
+/// After a death the others have this long to say what they lost.
+const SETTLE_DEATH: Duration = Duration::from_millis(300);
+/// After a first fault they have this long to say whom they wait for; an engine that gives up takes its time to tell
+/// its peers first.
+const SETTLE_FAULT: Duration = Duration::from_millis(500);
 /// A rank that does not take a message within this time is as good as gone.
 const SEND: Duration = Duration::from_millis(500);
 /// How long a connection may be silent; the lobby itself never is that patient.
@@ -206,14 +209,28 @@ impl Desk {
             let until = judged_at.or((!all_in).then_some(arrive));
             match self.next(inbox, until) {
                 Some(event) => self.take(event),
-                None if until.is_some_and(Deadline::passed) => break,
+                None if until.is_some_and(Deadline::passed) || self.all_reported() => break,
                 None => {}
             }
-            if judged_at.is_none() && self.evidence.judge().is_some() {
-                judged_at = Some(Deadline::after(SETTLE));
-            }
+            judged_at = self.judged_at(judged_at);
         }
         self.finish(arrive);
+    }
+
+    /// When to decide who is at fault: soon after the first sign, sooner after a death.
+    fn judged_at(&self, before: Option<Deadline>) -> Option<Deadline> {
+        let settle = if self.evidence.lost.is_empty() { SETTLE_FAULT } else { SETTLE_DEATH };
+        match before {
+            None if self.evidence.is_empty() => None,
+            None => Some(Deadline::after(settle)),
+            Some(deadline) => Some(deadline.or_after(settle)),
+        }
+    }
+
+    /// Whether everybody who is not gone has reported a fault: nothing more will come.
+    fn all_reported(&self) -> bool {
+        let reported = |rank: &Rank| self.gone.contains(rank) || self.evidence.faults.contains_key(rank);
+        !self.evidence.is_empty() && self.members.keys().all(reported)
     }
 
     /// The next event; none after a while, so that the loop looks at its deadlines.
@@ -260,6 +277,8 @@ impl Desk {
     fn finish(&mut self, arrive: Deadline) {
         let missing: BTreeSet<Rank> =
             self.shared.roster.iter().filter(|r| !self.members.contains_key(r)).copied().collect();
+        let quiet = |r: &&Rank| !self.gone.contains(r) && !self.evidence.faults.contains_key(r);
+        self.evidence.silent = self.members.keys().filter(quiet).copied().collect();
         let verdict = self.evidence.judge().or_else(|| {
             let first = *missing.first()?;
             let text =

@@ -27,7 +27,7 @@ const QUIET: Duration = Duration::from_secs(365 * 86400);
 /// The lobby names the ranks that are missing; wait a little longer than it does, to hear it.
 const LOBBY_FIRST: Duration = Duration::from_secs(2);
 /// The lobby's word on a fault comes within this time, or the lobby itself is in trouble.
-const VERDICT: Duration = Duration::from_millis(1500);
+const VERDICT: Duration = Duration::from_millis(900);
 
 /// What to do when the job is aborted: called once, on another thread, maybe in the middle of a run.
 pub type OnAbort = Box<dyn Fn(&Abort) + Send>;

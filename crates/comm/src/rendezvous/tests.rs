@@ -155,7 +155,7 @@ fn faults_lead_to_the_one_who_says_nothing() {
         member.fail(fault)
     });
     for abort in heard {
-        assert_eq!(abort.to_string(), "r3 on h does not answer; r2: recv from r3, 8 B left");
+        assert_eq!(abort.to_string(), "r3 on h does not answer; recv from r3, 8 B left");
     }
 }
 
