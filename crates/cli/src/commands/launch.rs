@@ -37,9 +37,9 @@ pub struct Args {
     /// Hosts to start them on by ssh, the first ranks on the first: `a,b`
     #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "emulate")]
     hosts: Vec<String>,
-    /// Ranks on each host [default: as many as it takes]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    per_host: Option<u32>,
+    /// Ranks on each host, or on the first, the second and so on: `4`, `1,2,2` [default: as many as it takes]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65536))]
+    per_host: Vec<u32>,
     /// Put every host into a network namespace with a NIC of this rate; needs root
     #[arg(long, value_name = "RATE", requires = "per_host")]
     emulate: Option<String>,
@@ -72,7 +72,8 @@ pub fn run(args: &Args) -> Result<Answer> {
 
 /// Where the ranks run.
 struct Hosts {
-    per_host: u32,
+    /// Of every rank: its host, its place there, and how many are there.
+    places: Vec<(usize, u32, u32)>,
     remote: Vec<String>,
     emulation: Option<Emulation>,
     master_addr: String,
@@ -81,15 +82,11 @@ struct Hosts {
 
 impl Hosts {
     fn of(args: &Args) -> Result<Self> {
-        let spread = args.n.div_ceil(args.hosts.len().max(1) as u32);
-        let per_host = args.per_host.unwrap_or(spread);
-        let needed = args.n.div_ceil(per_host);
-        if !args.hosts.is_empty() && (args.hosts.len() as u32) < needed {
-            bail!(
-                "{} ranks, {per_host} a host, need {needed} hosts; --hosts names {}",
-                args.n,
-                args.hosts.len()
-            );
+        let spread = [args.n.div_ceil(args.hosts.len().max(1) as u32)];
+        let places = spread_ranks(args.n, if args.per_host.is_empty() { &spread } else { &args.per_host });
+        let needed = places.last().map_or(1, |(host, ..)| host + 1);
+        if !args.hosts.is_empty() && args.hosts.len() < needed {
+            bail!("{} ranks need {needed} hosts; --hosts names {}", args.n, args.hosts.len());
         }
         let emulation = args.emulate.as_deref().map(|rate| emulate(rate, needed)).transpose()?;
         let (master_addr, default_port) = match (&emulation, args.hosts.first()) {
@@ -98,14 +95,28 @@ impl Hosts {
             (None, None) => ("127.0.0.1".into(), if args.master_port.is_some() { 0 } else { free_port()? }),
         };
         let master_port = args.master_port.unwrap_or(default_port);
-        Ok(Self { per_host, remote: args.hosts.clone(), emulation, master_addr, master_port })
+        Ok(Self { places, remote: args.hosts.clone(), emulation, master_addr, master_port })
     }
 }
 
-fn emulate(rate: &str, hosts: u32) -> Result<Emulation> {
+/// Host, place and number of ranks there, rank by rank. The last of `per_host` goes on.
+fn spread_ranks(n: u32, per_host: &[u32]) -> Vec<(usize, u32, u32)> {
+    let mut places = Vec::with_capacity(n as usize);
+    let last = per_host.last().copied().unwrap_or(n);
+    for (host, wanted) in per_host.iter().copied().chain(std::iter::repeat(last)).enumerate() {
+        let here = wanted.min(n - places.len() as u32);
+        places.extend((0..here).map(|local| (host, local, here)));
+        if places.len() as u32 == n {
+            break;
+        }
+    }
+    places
+}
+
+fn emulate(rate: &str, hosts: usize) -> Result<Emulation> {
     let rate = parse_rate(rate).context("--emulate")?;
     let rate = NicRate { out_bytes_per_s: rate, in_bytes_per_s: rate };
-    Ok(Emulation::up(&vec![rate; hosts as usize])?)
+    Ok(Emulation::up(&vec![rate; hosts])?)
 }
 
 /// A port that nobody uses now. Somebody else may take it before rank 0 does; then rank 0 says so.
@@ -115,13 +126,12 @@ pub fn free_port() -> Result<u16> {
 }
 
 fn process(args: &Args, hosts: &Hosts, rank: Rank, secret: &Secret) -> Result<Process> {
-    let host = (rank.0 / hosts.per_host) as usize;
-    let first = host as u32 * hosts.per_host;
+    let (host, local_rank, local_world) = hosts.places[rank.index()];
     let place = Place {
         rank,
         world: args.n,
-        local_rank: rank.0 - first,
-        local_world: Some(hosts.per_host.min(args.n - first)),
+        local_rank,
+        local_world: Some(local_world),
         master_addr: hosts.master_addr.clone(),
         master_port: hosts.master_port,
         launcher: "crossmesh",
@@ -170,4 +180,17 @@ fn tell(outcome: Outcome) {
         Outcome::TimedOut => "it took too long and was ended".into(),
     };
     let _ = writeln!(std::io::stderr(), "launch: {text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_fill_hosts_in_order() {
+        assert_eq!(spread_ranks(3, &[2]), [(0, 0, 2), (0, 1, 2), (1, 0, 1)]);
+        let hosts: Vec<usize> = spread_ranks(6, &[1, 2]).iter().map(|place| place.0).collect();
+        assert_eq!(hosts, [0, 1, 1, 2, 2, 3]);
+        assert_eq!(spread_ranks(2, &[9]), [(0, 0, 2), (0, 1, 2)]);
+    }
 }
