@@ -78,7 +78,7 @@ fn script(data: &[u8], outbox: &mut Outbox) {
 
 /// The offer of a view that may or may not be what is expected, or fit.
 fn offer(word: &[u8; 8]) -> Vec<u8> {
-    let mut payload = u32::from(word[7] % 16 == 0).to_le_bytes().to_vec();
+    let mut payload = u32::from(word[7].is_multiple_of(16)).to_le_bytes().to_vec();
     let run = [1024, 12, 1020, 1][usize::from(word[6] % 4)];
     let stride = 1024 << (word[7] / 16 % 4);
     let len = u64::from(word[4]) << (word[5] % 10);

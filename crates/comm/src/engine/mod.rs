@@ -14,6 +14,8 @@
 
 mod job;
 mod sends;
+#[cfg(test)]
+mod tests;
 mod watch;
 
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};

@@ -154,6 +154,7 @@ impl Outbox {
             keep = 1;
         }
         self.frames.truncate(keep);
+        self.data_bytes = 0;
     }
 
     /// Writes until the socket is full.

@@ -58,10 +58,11 @@ impl Shm {
         !self.pulls.is_empty()
     }
 
-    /// Whether a part of this place is offered rather than sent. A small message must not overtake an offered one.
+    /// Whether a part of this place is offered rather than sent. A small message, or one of no bytes at all, must not
+    /// overtake an offered one.
     pub fn takes(&self, from: &Place) -> bool {
         let small = from.bytes() <= INLINE_BYTES && self.offered.is_empty();
-        from.memory.segment().is_some() && !small && from.bytes() > 0
+        from.memory.segment().is_some() && !small
     }
 
     pub fn offer(
@@ -120,8 +121,11 @@ impl Shm {
         let (segment, len, view) = self.parse_offer(header, payload)?;
         let end = header.offset.checked_add(len).filter(|end| *end <= arriving.expected.bytes);
         let end = end.ok_or_else(|| unexpected(header, "it is longer than the message"))?;
-        if header.offset != arriving.promised || view.bytes() != arriving.expected.bytes || len == 0 {
+        if header.offset != arriving.promised || view.bytes() != arriving.expected.bytes {
             return Err(unexpected(header, "it is not the next part").into());
+        }
+        if len == 0 && arriving.expected.bytes > 0 {
+            return Err(unexpected(header, "it offers nothing").into());
         }
         let element = arriving.expected.combine.map_or(1, |c| c.element_bytes() as u64);
         if len % element != 0 || view.run_bytes() % element != 0 {
@@ -147,7 +151,8 @@ impl Shm {
         let (pairs, single) = outer.as_chunks::<2>();
         let outer: Vec<Outer> =
             pairs.iter().map(|[count, stride]| Outer { count: *count, stride: *stride }).collect();
-        let view = View::from_parts(*base, *run, &outer, segment.len()).filter(|v| v.run_bytes() > 0);
+        let view =
+            View::from_parts(*base, *run, &outer, segment.len()).filter(|v| v.run_bytes() > 0 || *len == 0);
         match (view, odd.is_empty() && single.is_empty()) {
             (Some(view), true) => Ok((segment.clone(), *len, view)),
             _ => Err(bad()),

@@ -24,7 +24,7 @@ use super::super::demand::{Class, Demands, RankSet};
 use super::super::plan::Plan;
 use super::super::problem::Problem;
 use super::boxes;
-use super::ports::{Crossing, PortTable, Way, ports_beside};
+use super::ports::{Crossing, Part, PortTable, Way, ports_beside};
 use super::routes::Route;
 
 /// Items of a class with the same holders and the same wanters, side by side.
@@ -37,13 +37,12 @@ struct Stretch {
     wanters: RankSet,
 }
 
-/// Who on a host has the box under way, and since which transfer.
+/// Where in the list of arrivals those of a host begin.
 #[derive(Clone, Copy)]
 struct Has {
-    /// Void for any other box.
+    /// Void for any other box than the one under way.
     box_number: u32,
-    rank: Rank,
-    since: TransferId,
+    first: usize,
 }
 
 pub(super) struct Emitter<'a> {
@@ -57,6 +56,8 @@ pub(super) struct Emitter<'a> {
     /// Counts boxes, so that devices that can stand in for each other take turns.
     turn: usize,
     lanes: Lanes,
+    /// Who has received the box under way, host after host, and since which transfer.
+    arrivals: Vec<(Rank, TransferId)>,
     /// By host.
     has: Vec<Has>,
     box_number: u32,
@@ -103,10 +104,8 @@ impl<'a> Emitter<'a> {
             many_ports,
             turn: 0,
             lanes: Lanes::default(),
-            has: vec![
-                Has { box_number: 0, rank: Rank(0), since: TransferId(0) };
-                problem.topology.num_hosts()
-            ],
+            arrivals: vec![],
+            has: vec![Has { box_number: 0, first: 0 }; problem.topology.num_hosts()],
             box_number: 0,
         }
     }
@@ -216,23 +215,42 @@ impl<'a> Emitter<'a> {
                 let key = (c as u32, s as u32);
                 for &host in &class.receivers {
                     let ports = self.ports_of_set(stretch.wanters, HostId(host));
-                    let bytes = stretch.end - stretch.start;
-                    crossings[host as usize][0].push(Crossing { key, bytes, ports });
+                    let parts = vec![Part { start: 0, end: stretch.end - stretch.start, copies: 1 }];
+                    let relays = if relay { topology.ports_of(HostId(host)).collect() } else { vec![] };
+                    let forwarded = Crossing {
+                        key,
+                        parts: parts_sent(&routes[c], stretch, host),
+                        ports: ports.clone(),
+                        relays: vec![],
+                    };
+                    crossings[host as usize][0].push(Crossing { key, parts, ports, relays });
+                    if !forwarded.parts.is_empty() {
+                        crossings[host as usize][1].push(forwarded);
+                    }
                 }
                 for &host in &class.holders {
                     let ports = self.ports_of_set(stretch.holders, HostId(host));
-                    let bytes = bytes_out(&routes[c], stretch, host);
-                    if bytes > 0 {
-                        crossings[host as usize][1].push(Crossing { key, bytes, ports });
+                    let parts = parts_sent(&routes[c], stretch, host);
+                    let relays = self.relays(stretch, HostId(host)).filter(|_| relay);
+                    let mut relays: Vec<PortId> = relays.map(|r| topology.port(r)).collect();
+                    relays.dedup();
+                    if !parts.is_empty() {
+                        crossings[host as usize][1].push(Crossing { key, parts, ports, relays });
                     }
                 }
             }
         }
         for (host, [into, out_of]) in crossings.iter().enumerate() {
-            self.ports.fill(topology, HostId::at(host), Way::In, into, relay);
-            self.ports.fill(topology, HostId::at(host), Way::Out, out_of, relay);
+            self.ports.fill(topology, HostId::at(host), Way::In, into);
+            self.ports.fill(topology, HostId::at(host), Way::Out, out_of);
         }
         (self.ports.seconds, self.ports.relayed_bytes)
+    }
+
+    /// Devices of a holder's host that may relay: not those that want the stretch themselves, and get it anyway.
+    fn relays(&self, stretch: &Stretch, host: HostId) -> impl Iterator<Item = Rank> + '_ {
+        let wanters = self.demands.set(stretch.wanters);
+        self.problem.topology.ranks_of(host).filter(|r| wanters.binary_search(r).is_err())
     }
 
     fn ports_of_set(&self, set: RankSet, host: HostId) -> Vec<PortId> {
@@ -281,15 +299,10 @@ impl<'a> Emitter<'a> {
             return vec![];
         }
         let mut cuts = vec![];
-        let ways =
-            class.receivers.iter().map(|h| (h, Way::In)).chain(class.holders.iter().map(|h| (h, Way::Out)));
-        for (&host, way) in ways {
-            let Some(shares) = self.ports.shares(key, HostId(host), way) else { continue };
-            let (total, len) = (shares.iter().map(|s| s.1).sum::<u64>(), stretch.end - stretch.start);
-            let mut before = 0;
-            for (_, bytes) in &shares[..shares.len().max(1) - 1] {
-                before += bytes;
-                cuts.push(stretch.start + scaled(before, len, total));
+        for &host in class.receivers.iter().chain(&class.holders) {
+            for way in [Way::In, Way::Out] {
+                let turns = self.ports.turns(key, HostId(host), way).unwrap_or(&[]);
+                cuts.extend(turns.iter().map(|(_, end)| stretch.start + end));
             }
         }
         cuts.sort_unstable();
@@ -302,24 +315,17 @@ impl<'a> Emitter<'a> {
         if !self.many_ports {
             return None;
         }
-        let shares = self.ports.shares(cell.key, HostId(host), way)?;
-        let (total, len) = (shares.iter().map(|s| s.1).sum::<u64>(), cell.stretch.end - cell.stretch.start);
-        let mut before = 0;
-        for (port, bytes) in shares {
-            before += bytes;
-            if cell.at < scaled(before, len, total) {
-                return Some(*port);
-            }
-        }
-        shares.last().map(|s| s.0)
+        let turns = self.ports.turns(cell.key, HostId(host), way)?;
+        turns.iter().find(|(_, end)| cell.at < *end).or(turns.last()).map(|(port, _)| *port)
     }
 
     /// One box along its route.
     fn tree(&mut self, cell: &Cell, route: &Route, tensor: u32, region: RegionId) {
         self.box_number += 1;
+        self.arrivals.clear();
         for edge in &route.edges {
             let (src, since) = match self.has[edge.from as usize] {
-                h if h.box_number == self.box_number => (h.rank, Some(h.since)),
+                h if h.box_number == self.box_number => self.pass_on(cell, edge.from),
                 _ => self.leave_holder(cell, edge.from, tensor, region),
             };
             let entry = self.entry(cell, edge.to);
@@ -327,7 +333,8 @@ impl<'a> Emitter<'a> {
                 Some(_) => self.plan.add(tensor, src, entry, region, since.as_slice()),
                 None => self.add_root(tensor, (src, entry), region, cell.lane.map(|l| (l, edge.to))),
             };
-            self.has[edge.to as usize] = Has { box_number: self.box_number, rank: entry, since: arrived };
+            self.has[edge.to as usize] = Has { box_number: self.box_number, first: self.arrivals.len() };
+            self.arrivals.push((entry, arrived));
             self.spread_inside(cell, edge.to, entry, arrived, tensor, region);
         }
     }
@@ -350,12 +357,23 @@ impl<'a> Emitter<'a> {
             return (*holders.iter().filter(beside).nth(turn).expect("turn is below the count"), None);
         }
         let port = port.expect("without a port to keep to, every holder will do");
-        let relay =
-            topology.ranks_of(HostId(host)).find(|&r| topology.port(r) == port).expect("a port has devices");
+        let relay = self.relays(cell.stretch, HostId(host)).find(|&r| topology.port(r) == port);
+        let relay = relay.expect("only ports with a device that may relay were offered");
         let holder = holders[self.turn % holders.len()];
         let since = self.plan.add(tensor, holder, relay, region, &[]);
-        self.has[host as usize] = Has { box_number: self.box_number, rank: relay, since };
+        self.has[host as usize] = Has { box_number: self.box_number, first: self.arrivals.len() };
+        self.arrivals.push((relay, since));
         (relay, Some(since))
+    }
+
+    /// The device of a host that received the box which passes it on: the one beside the right port, if it has it.
+    fn pass_on(&self, cell: &Cell, host: u32) -> (Rank, Option<TransferId>) {
+        let topology = &self.problem.topology;
+        let arrivals = &self.arrivals[self.has[host as usize].first..];
+        let mut on_host = arrivals.iter().take_while(|(r, _)| topology.host(*r) == HostId(host));
+        let beside = |port| on_host.find(|(r, _)| topology.port(*r) == port);
+        let &(rank, since) = self.port_at(cell, host, Way::Out).and_then(beside).unwrap_or(&arrivals[0]);
+        (rank, Some(since))
     }
 
     /// The device at which a cell's boxes enter a host: one that wants them, if the port has one.
@@ -392,6 +410,7 @@ impl<'a> Emitter<'a> {
         let (mut from, mut since) = (entry, arrived);
         for &to in wanters[split..].iter().chain(&wanters[..split]).filter(|&&r| r != entry) {
             since = self.plan.add(tensor, from, to, region, &[since]);
+            self.arrivals.push((to, since));
             from = to;
         }
     }
@@ -473,15 +492,14 @@ impl<'a> Row<'a> {
     }
 }
 
-fn scaled(part: u64, len: u64, total: u64) -> u64 {
-    (u128::from(part) * u128::from(len) / u128::from(total.max(1))) as u64
-}
-
 /// What one host sends of a stretch.
-fn bytes_out(routes: &[Route], stretch: &Stretch, host: u32) -> u64 {
-    let overlap = |r: &Route| r.end.min(stretch.end).saturating_sub(r.start.max(stretch.start));
-    let copies = |r: &Route| r.edges.iter().filter(|e| e.from == host).count() as u64;
-    routes.iter().map(|r| overlap(r) * copies(r)).sum()
+fn parts_sent(routes: &[Route], stretch: &Stretch, host: u32) -> Vec<Part> {
+    let part = |r: &Route| Part {
+        start: r.start.max(stretch.start).saturating_sub(stretch.start),
+        end: r.end.min(stretch.end).saturating_sub(stretch.start),
+        copies: r.edges.iter().filter(|e| e.from == host).count() as u64,
+    };
+    routes.iter().map(part).filter(|p| p.start < p.end && p.copies > 0).collect()
 }
 
 /// The ranks of a sorted set that are on a host. A host's ranks follow each other.

@@ -61,7 +61,7 @@ pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, Pla
         best = flow.try_relays(best)?;
     }
     flow.check_memory(&best.plan)?;
-    let plan = best.explain(bound.seconds);
+    let plan = best.explain(&flow);
     plan.check_size()?;
     Ok(plan)
 }
@@ -164,23 +164,56 @@ impl Built {
         self.plan.transfers().len() <= MAX_COMPARED_TRANSFERS
     }
 
-    fn explain(mut self, bound_s: f64) -> Plan {
-        let reasons = &mut self.plan.reasons;
-        reasons.push(match self.depth {
-            0 => "holders can send every copy themselves in time: nothing is forwarded between hosts"
-                .to_string(),
-            d => format!("holders are short of time: receivers forward, over up to {d} further hosts"),
+    /// Says why the plan is as it is.
+    fn explain(mut self, flow: &Flow) -> Plan {
+        let mut reasons = vec![];
+        let depths = network_depths(&self.plan);
+        let (mut sent, mut forwarded, mut hops, mut added, mut passed_on) = (0, 0, 0, 0, 0);
+        for (t, &depth) in
+            self.plan.transfers().iter().zip(&depths).filter(|(t, _)| self.plan.crosses_hosts(t))
+        {
+            let is_sum = flow.problem.reshards[t.tensor as usize].src.layout.num_contributions() > 1;
+            match (is_sum, t.reduce, depth) {
+                (true, true, _) => added += t.bytes,
+                (true, false, _) => passed_on += t.bytes,
+                (false, _, 0) => sent += t.bytes,
+                (false, _, _) => (forwarded, hops) = (forwarded + t.bytes, hops.max(depth)),
+            }
+        }
+        if !flow.demands.sums.is_empty() {
+            reasons.push(format!(
+                "partial sums are added up on the way: what a host has of them leaves it as one, {} in all; {} of whole sums \
+                 go from host to host",
+                Bytes(added),
+                Bytes(passed_on)
+            ));
+        }
+        reasons.extend(match (sent, forwarded) {
+            (0, 0) if added + passed_on > 0 => None,
+            (0, 0) if self.plan.transfers().is_empty() => Some("every device holds what it wants".into()),
+            (0, 0) => Some("every host holds what it wants: nothing crosses between hosts".into()),
+            (_, 0) => Some(format!(
+                "holders have the time to send every copy themselves, {} in all: nothing is forwarded between hosts",
+                Bytes(sent)
+            )),
+            _ => Some(format!(
+                "holders send {}, all they can until {}; receivers forward {}, over up to {hops} further hosts",
+                Bytes(sent),
+                Seconds(self.seconds * self.stretch),
+                Bytes(forwarded),
+            )),
         });
         if self.stretch > 1.0 {
+            let least = Seconds(flow.bound_s);
             reasons.push(format!(
-                "shallower trees are predicted faster than the least traffic, which would allow {}",
-                Seconds(bound_s)
+                "fewer hops are predicted to be faster than fewer bytes, which could take {least}"
             ));
         }
         if self.relayed_bytes > 0 {
             let bytes = Bytes(self.relayed_bytes);
             reasons.push(format!("{bytes} take a detour over a neighbouring device, whose NIC is free"));
         }
+        self.plan.reasons = reasons;
         self.plan
     }
 }

@@ -106,15 +106,12 @@ impl Tree<'_, '_> {
         }
         let holds = |group: (u32, u32), have: &[(u32, u32)]| have.iter().any(|h| group_of(h.0) == group);
         let (with, without): (Vec<_>, Vec<_>) = groups.into_iter().partition(|(g, _)| holds(*g, have));
-        let mut entered = vec![];
-        for (group, members) in with {
-            entered.push((group, members));
-        }
-        for (group, members) in without {
-            self.send(members[0], have);
-            entered.push((group, members[1..].to_vec()));
-        }
-        for (group, members) in entered {
+        // Groups that have it first: the more hosts have it, the more can send it to the others.
+        let entered = with.len();
+        for (i, (group, mut members)) in with.into_iter().chain(without).enumerate() {
+            if i >= entered {
+                self.send(members.remove(0), have);
+            }
             let mut inside: Vec<(u32, u32)> =
                 have.iter().copied().filter(|h| group_of(h.0) == group).collect();
             self.serve(&members, &mut inside, level - 1);
