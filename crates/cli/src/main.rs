@@ -19,6 +19,7 @@ mod predict;
 #[cfg(test)]
 mod reference;
 mod report;
+mod runner;
 mod suite;
 mod summary;
 
@@ -27,6 +28,8 @@ mod summary;
 enum Answer {
     Yes,
     No,
+    /// A program that was started for somebody ended with this code.
+    Code(u8),
 }
 
 /// Plan, explain, check and predict cross-mesh resharding.
@@ -50,6 +53,10 @@ enum Command {
     Simulate(commands::simulate::Args),
     Diff(commands::diff::Args),
     Bench(commands::bench::Args),
+    Run(commands::run::Args),
+    Launch(commands::launch::Args),
+    #[command(hide = true)]
+    Rank(commands::rank::Args),
     Completions(commands::completions::Args),
 }
 
@@ -62,11 +69,15 @@ fn main() -> ExitCode {
         Command::Simulate(args) => commands::simulate::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
+        Command::Run(args) => commands::run::run(args),
+        Command::Rank(args) => commands::rank::run(&args),
+        Command::Launch(args) => commands::launch::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),
     };
     match answer {
         Ok(Answer::Yes) => ExitCode::SUCCESS,
         Ok(Answer::No) => ExitCode::from(1),
+        Ok(Answer::Code(code)) => ExitCode::from(code),
         Err(error) => {
             output::print_error(&error);
             ExitCode::from(2)

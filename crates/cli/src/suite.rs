@@ -138,33 +138,64 @@ impl Suite {
         Ok(suite)
     }
 
-    /// The problem of one of its cases.
+    /// The problem of one of its cases, as it stands.
+    #[cfg(test)]
     pub fn problem(&self, case: &Case) -> Result<Problem> {
+        self.fitted_problem(case, &Fit::default())
+    }
+
+    /// The problem of one of its cases, made to fit where it will run.
+    pub fn fitted_problem(&self, case: &Case, fit: &Fit) -> Result<Problem> {
         let hosts = HostArgs {
             devices_per_host: self.hosts.devices_per_host,
             nics: self.hosts.nics,
-            nic: self.hosts.nic.clone(),
+            nic: fit.nic.clone().or_else(|| self.hosts.nic.clone()),
             local: self.hosts.local.clone(),
             latency: self.hosts.latency.clone(),
             cluster: None,
         };
-        let build = || Ok::<_, anyhow::Error>(Problem::new(case.pairs()?, hosts.hosts()?)?);
+        let build = || Ok::<_, anyhow::Error>(Problem::new(case.pairs(fit.tensor_bytes)?, hosts.hosts()?)?);
         build().with_context(|| format!("case `{}`", case.name))
     }
 }
 
+/// What a case is changed to, so that it runs on a small machine.
+#[derive(Debug, Default)]
+pub struct Fit {
+    /// Instead of the suite's NICs.
+    pub nic: Option<String>,
+    /// The most that a tensor may have; its last dim gives way.
+    pub tensor_bytes: Option<u64>,
+}
+
 impl Case {
-    fn pairs(&self) -> Result<Vec<(String, Layout, Layout)>> {
+    fn pairs(&self, tensor_bytes: Option<u64>) -> Result<Vec<(String, Layout, Layout)>> {
+        let layout = |text: &str| match (parse_layout(text)?, tensor_bytes) {
+            (layout, Some(limit)) if layout.bytes() > limit => parse_layout(&shrunk(text, &layout, limit)?),
+            (layout, _) => Ok(layout),
+        };
         match (&self.src, &self.dst, self.tensors.as_slice()) {
-            (Some(src), Some(dst), []) => Ok(vec![(String::new(), parse_layout(src)?, parse_layout(dst)?)]),
-            (None, None, [_, ..]) => self
-                .tensors
-                .iter()
-                .map(|t| Ok((t.name.clone(), parse_layout(&t.src)?, parse_layout(&t.dst)?)))
-                .collect(),
+            (Some(src), Some(dst), []) => Ok(vec![(String::new(), layout(src)?, layout(dst)?)]),
+            (None, None, [_, ..]) => {
+                self.tensors.iter().map(|t| Ok((t.name.clone(), layout(&t.src)?, layout(&t.dst)?))).collect()
+            }
             _ => bail!("it needs either `src` and `dst`, or `tensors`"),
         }
     }
+}
+
+/// The layout with a last dim so short that the tensor has at most `limit` bytes, in the words of its author.
+fn shrunk(text: &str, layout: &Layout, limit: u64) -> Result<String> {
+    let last = *layout.shape().last().context("a tensor without dims cannot be shrunk")?;
+    let row_bytes = layout.bytes() / last;
+    let short = limit / row_bytes;
+    if short == 0 {
+        bail!("{layout} cannot be shrunk to {limit} B: one step of its last dim has {row_bytes} B");
+    }
+    let open = text.find('[').context("a layout has a shape")?;
+    let close = open + text[open..].find(']').context("a layout's shape ends")?;
+    let start = text[..close].rfind(',').filter(|comma| *comma > open).unwrap_or(open) + 1;
+    Ok(format!("{}{short}{}", &text[..start], &text[close..]))
 }
 
 #[cfg(test)]
@@ -181,6 +212,24 @@ mod tests {
             }
         }
         assert_eq!(Suite::open("paper").unwrap().cases.len(), 16);
+    }
+
+    #[test]
+    fn tensors_shrink_in_their_last_dim() {
+        let suite = Suite::open("paper").unwrap();
+        let fit = Fit { nic: Some("400Mbit".into()), tensor_bytes: Some(64 << 20) };
+        let shapes: Vec<Vec<u64>> = suite
+            .cases
+            .iter()
+            .map(|case| suite.fitted_problem(case, &fit).unwrap().reshards[0].src.layout.shape().to_vec())
+            .collect();
+        assert_eq!(shapes[0], [16777216]);
+        assert_eq!(shapes[7], [1024, 1024, 16]);
+        assert_eq!(shapes[12], [3072, 1024, 5]);
+        let problem = suite.fitted_problem(&suite.cases[0], &fit).unwrap();
+        assert_eq!(problem.cluster.hosts[0].nic_out_bytes_per_s, 50e6);
+        let error = suite.fitted_problem(&suite.cases[7], &Fit { tensor_bytes: Some(1000), nic: None });
+        assert!(format!("{:#}", error.unwrap_err()).contains("cannot be shrunk to 1000 B"));
     }
 
     #[test]

@@ -271,8 +271,10 @@ fn suites_that_make_no_sense() {
 }
 
 #[test]
-fn measuring_waits_for_the_engine() {
-    assert!(refused(&["bench", "reshard"]).contains("--predict"));
+fn tensors_that_cannot_shrink_are_not_measured() {
+    let stderr = refused(&["bench", "reshard", "--case", "n-to-m 1", "--tensor-bytes", "1KiB"]);
+    assert!(stderr.contains("cannot be shrunk to 1024 B"), "{stderr}");
+    assert!(refused(&["bench", "reshard", "--strategies", "magic"]).contains("unknown strategy"));
 }
 
 #[test]

@@ -1,24 +1,28 @@
-//! `crossmesh bench`: a suite of cases, every strategy, seconds and the distance to the bound.
+//! `crossmesh bench`: a suite of cases and strategies, seconds and the distance to the bound; predicted, or measured.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use crossmesh_core::reshard::{Bound, PlanOptions, Problem, Strategy, lower_bound};
-use crossmesh_core::units::{Bytes, Seconds};
+use crossmesh_core::units::{Bytes, Seconds, parse_bytes};
 use serde::Serialize;
 
 use crate::Answer;
+use crate::commands::run::RunArgs;
 use crate::output::{self, Format, Progress, Table, count};
 use crate::predict::{Prediction, proven_plan};
 use crate::report;
-use crate::suite::{Case, Reference, Suite};
+use crate::runner::RunOptions;
+use crate::suite::{Case, Fit, Reference, Suite};
+
+mod measured;
 
 /// Compare strategies over a suite of cases.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh bench reshard --predict
-  crossmesh bench reshard --predict --suite modern")]
+  crossmesh bench reshard --emulate 400Mbit")]
 pub struct Args {
     #[command(subcommand)]
     what: What,
@@ -29,10 +33,11 @@ enum What {
     Reshard(ReshardArgs),
 }
 
-/// Every strategy and scheduler over a suite of reshards.
+/// Strategies over a suite of reshards: measured, with the prediction beside it, or only predicted.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh bench reshard --predict
+  crossmesh bench reshard --emulate 400Mbit --strategies flow,sendrecv   # as root
   crossmesh bench reshard --predict --suite modern --html bench.html
   crossmesh bench reshard --predict --suite mine.toml --format json")]
 struct ReshardArgs {
@@ -45,9 +50,17 @@ struct ReshardArgs {
     /// Only the cases whose name contains this
     #[arg(long, value_name = "TEXT")]
     case: Option<String>,
+    /// The strategies to compare [default: all; measured: flow]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    strategies: Vec<String>,
+    /// Shorten the last dim of tensors that are larger [default: none; measured: 64MiB]
+    #[arg(long, value_name = "BYTES")]
+    tensor_bytes: Option<String>,
     /// For the randomized schedulers
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    #[command(flatten)]
+    run: RunArgs,
     /// Text for people, or one JSON document
     #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
@@ -93,6 +106,18 @@ pub struct StrategyResult {
     #[serde(serialize_with = "reference_as_text")]
     pub reference_t: Option<Reference>,
     pub why_not: Option<String>,
+    /// Missing where nothing was run.
+    pub measured: Option<MeasuredTimes>,
+}
+
+/// What a strategy took for real.
+#[derive(Debug, Serialize)]
+pub struct MeasuredTimes {
+    pub measured_s: Vec<f64>,
+    pub median_s: f64,
+    pub over_bound: Option<f64>,
+    pub over_predicted: Option<f64>,
+    pub verified: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -111,94 +136,123 @@ fn reference_as_text<S: serde::Serializer>(value: &Option<Reference>, s: S) -> R
 
 pub fn run(args: &Args) -> Result<Answer> {
     let What::Reshard(args) = &args.what;
-    if !args.predict {
-        bail!("measuring needs the engine, which this version does not have yet\nhint: add --predict");
-    }
     let suite = Suite::open(&args.suite)?;
-    let results = predict_suite(&suite, args.case.as_deref(), args.seed)?;
+    let bench = Bench::of(args)?;
+    let results = bench.suite(&suite, args.case.as_deref())?;
     if let Some(path) = &args.html {
         output::write_file(path, &report::bench::render(&results, report::provenance()))?;
     }
     match args.format {
-        Format::Text => output::print(&render(&results))?,
+        Format::Text if args.predict => output::print(&render(&results))?,
+        Format::Text => output::print(&measured::render(&results))?,
         Format::Json => output::print_json(&results)?,
     }
-    Ok(Answer::Yes)
+    Ok(if measured::all_verified(&results) { Answer::Yes } else { Answer::No })
 }
 
-fn predict_suite(suite: &Suite, only: Option<&str>, seed: u64) -> Result<Results> {
-    let cases: Vec<&Case> = suite.cases.iter().filter(|c| only.is_none_or(|o| c.name.contains(o))).collect();
-    if cases.is_empty() {
-        bail!("no case of suite {} has `{}` in its name", suite.name, only.unwrap_or(""));
+/// What to do with every case.
+struct Bench {
+    strategies: Vec<Strategy>,
+    seed: u64,
+    fit: Fit,
+    /// Missing where nothing is run.
+    run: Option<RunOptions>,
+    progress: Progress,
+}
+
+impl Bench {
+    fn of(args: &ReshardArgs) -> Result<Self> {
+        let parsed: Vec<Strategy> = args.strategies.iter().map(|s| Ok(s.parse()?)).collect::<Result<_>>()?;
+        let strategies = match (parsed.is_empty(), args.predict) {
+            (false, _) => parsed,
+            (true, true) => Strategy::CONCRETE.to_vec(),
+            (true, false) => vec![Strategy::Flow],
+        };
+        let given = args.tensor_bytes.as_deref().map(parse_bytes).transpose().context("--tensor-bytes")?;
+        let tensor_bytes = given.or((!args.predict).then_some(measured::TENSOR_BYTES));
+        let fit = Fit { nic: args.run.nic().cloned(), tensor_bytes };
+        let run = if args.predict { None } else { Some(args.run.options(measured::REPEAT, None)?) };
+        Ok(Self { strategies, seed: args.seed, fit, run, progress: Progress::new() })
     }
-    let progress = Progress::new();
-    let mut results = Vec::with_capacity(cases.len());
-    for case in cases {
-        results.push(predict_case(suite, case, seed, &progress)?);
+
+    fn suite(&self, suite: &Suite, only: Option<&str>) -> Result<Results> {
+        let cases: Vec<&Case> =
+            suite.cases.iter().filter(|c| only.is_none_or(|o| c.name.contains(o))).collect();
+        if cases.is_empty() {
+            bail!("no case of suite {} has `{}` in its name", suite.name, only.unwrap_or(""));
+        }
+        let results = cases.iter().map(|case| self.case(suite, case)).collect::<Result<Vec<_>>>()?;
+        let worst_flow = results
+            .iter()
+            .filter_map(|case| Some(Worst { case: case.name.clone(), over_bound: flow_over_bound(case)? }))
+            .max_by(|a, b| a.over_bound.total_cmp(&b.over_bound));
+        Ok(Results {
+            schema: "crossmesh.bench/1",
+            suite: suite.name.clone(),
+            about: suite.about.clone(),
+            seed: self.seed,
+            cases: results,
+            worst_flow,
+        })
     }
-    let worst_flow = results
-        .iter()
-        .filter_map(|case| Some(Worst { case: case.name.clone(), over_bound: flow_over_bound(case)? }))
-        .max_by(|a, b| a.over_bound.total_cmp(&b.over_bound));
-    Ok(Results {
-        schema: "crossmesh.bench/1",
-        suite: suite.name.clone(),
-        about: suite.about.clone(),
-        seed,
-        cases: results,
-        worst_flow,
-    })
+
+    fn case(&self, suite: &Suite, case: &Case) -> Result<CaseResult> {
+        let problem = suite.fitted_problem(case, &self.fit)?;
+        let bound = lower_bound(&problem).with_context(|| format!("case `{}`", case.name))?;
+        let mut strategies = Vec::new();
+        for strategy in &self.strategies {
+            self.progress.say(&format!("{}: {strategy}", case.name));
+            let result = self.strategy(&problem, &bound, case, *strategy);
+            strategies.push(result.with_context(|| format!("case `{}`, {strategy}", case.name))?);
+        }
+        Ok(CaseResult {
+            name: case.name.clone(),
+            about: case.about.clone(),
+            bytes: problem.reshards.iter().map(|r| r.src.layout.bytes()).sum(),
+            devices: problem.cluster.num_devices(),
+            hosts: problem.cluster.hosts.len(),
+            lower_bound_s: bound.seconds,
+            bound_reason: bound.reason,
+            strategies,
+        })
+    }
+
+    fn strategy(
+        &self,
+        problem: &Problem,
+        bound: &Bound,
+        case: &Case,
+        strategy: Strategy,
+    ) -> Result<StrategyResult> {
+        let options = PlanOptions { strategy, seed: self.seed, ..PlanOptions::default() };
+        let planned =
+            proven_plan(problem, &options).and_then(|plan| Prediction::with_bound(plan, bound.clone()));
+        let (prediction, why_not) = match planned {
+            Ok(prediction) => (Some(prediction), None),
+            Err(error) => (None, Some(format!("{error:#}"))),
+        };
+        let measured = match (&prediction, &self.run) {
+            (Some(prediction), Some(run)) => Some(measured::measure(prediction, run, &self.progress)?),
+            _ => None,
+        };
+        let bytes: u64 = problem.reshards.iter().map(|r| r.src.layout.bytes()).sum();
+        let t = problem.cluster.hosts.first().map(|host| bytes as f64 / host.nic_out_bytes_per_s);
+        let seconds = prediction.as_ref().map(Prediction::seconds);
+        Ok(StrategyResult {
+            strategy: strategy.name(),
+            predicted_s: seconds,
+            over_bound: prediction.as_ref().map(Prediction::ratio).filter(|r| r.is_finite()),
+            peak_extra_bytes: prediction.as_ref().map(Prediction::peak_extra_bytes),
+            t: seconds.zip(t).map(|(seconds, t)| seconds / t).filter(|t| t.is_finite()),
+            reference_t: case.reference.get(strategy.name()).copied(),
+            why_not,
+            measured,
+        })
+    }
 }
 
 fn flow_over_bound(case: &CaseResult) -> Option<f64> {
     case.strategies.iter().find(|s| s.strategy == Strategy::Flow.name())?.over_bound
-}
-
-fn predict_case(suite: &Suite, case: &Case, seed: u64, progress: &Progress) -> Result<CaseResult> {
-    let problem = suite.problem(case)?;
-    let bound = lower_bound(&problem).with_context(|| format!("case `{}`", case.name))?;
-    let mut strategies = Vec::new();
-    for strategy in Strategy::CONCRETE {
-        progress.say(&format!("{}: {strategy}", case.name));
-        strategies.push(predict_strategy(&problem, &bound, case, strategy, seed));
-    }
-    Ok(CaseResult {
-        name: case.name.clone(),
-        about: case.about.clone(),
-        bytes: problem.reshards.iter().map(|r| r.src.layout.bytes()).sum(),
-        devices: problem.cluster.num_devices(),
-        hosts: problem.cluster.hosts.len(),
-        lower_bound_s: bound.seconds,
-        bound_reason: bound.reason,
-        strategies,
-    })
-}
-
-fn predict_strategy(
-    problem: &Problem,
-    bound: &Bound,
-    case: &Case,
-    strategy: Strategy,
-    seed: u64,
-) -> StrategyResult {
-    let options = PlanOptions { strategy, seed, ..PlanOptions::default() };
-    let planned = proven_plan(problem, &options).and_then(|plan| Prediction::with_bound(plan, bound.clone()));
-    let (prediction, why_not) = match planned {
-        Ok(prediction) => (Some(prediction), None),
-        Err(error) => (None, Some(format!("{error:#}"))),
-    };
-    let bytes: u64 = problem.reshards.iter().map(|r| r.src.layout.bytes()).sum();
-    let t = problem.cluster.hosts.first().map(|host| bytes as f64 / host.nic_out_bytes_per_s);
-    let seconds = prediction.as_ref().map(Prediction::seconds);
-    StrategyResult {
-        strategy: strategy.name(),
-        predicted_s: seconds,
-        over_bound: prediction.as_ref().map(Prediction::ratio).filter(|r| r.is_finite()),
-        peak_extra_bytes: prediction.as_ref().map(Prediction::peak_extra_bytes),
-        t: seconds.zip(t).map(|(seconds, t)| seconds / t).filter(|t| t.is_finite()),
-        reference_t: case.reference.get(strategy.name()).copied(),
-        why_not,
-    }
 }
 
 /// The tables.
@@ -227,13 +281,14 @@ pub fn render(results: &Results) -> String {
     text
 }
 
-fn column_names() -> impl Iterator<Item = String> {
-    Strategy::CONCRETE.into_iter().map(|s| s.name().replace("broadcast:", "bc:"))
+fn column_names(results: &Results) -> impl Iterator<Item = String> {
+    let strategies = results.cases.first().map_or(&[][..], |case| &case.strategies);
+    strategies.iter().map(|s| s.strategy.replace("broadcast:", "bc:"))
 }
 
 fn times(results: &Results) -> Table {
     let mut table = Table::new("lr");
-    table.row(["case", "bytes", "bound"].map(String::from).into_iter().chain(column_names()));
+    table.row(["case", "bytes", "bound"].map(String::from).into_iter().chain(column_names(results)));
     for case in &results.cases {
         let cell = |s: &StrategyResult| match (s.predicted_s, s.over_bound) {
             (Some(seconds), Some(over)) => format!("{} ×{over:.2}", Seconds(seconds)),
@@ -249,7 +304,7 @@ fn times(results: &Results) -> Table {
 
 fn references(results: &Results) -> Table {
     let mut table = Table::new("lr");
-    table.row(["case".to_string()].into_iter().chain(column_names()));
+    table.row(["case".to_string()].into_iter().chain(column_names(results)));
     for case in &results.cases {
         let cell = |s: &StrategyResult| match (s.t, s.reference_t) {
             (Some(t), Some(reference)) => format!("{t:.2} / {reference}"),

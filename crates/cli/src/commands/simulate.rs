@@ -82,7 +82,7 @@ pub fn run(args: &Args) -> Result<Answer> {
 }
 
 /// Puts a plan onto another cluster, rank by rank.
-fn move_to(plan: &mut Plan, cluster: Cluster) -> Result<()> {
+pub fn move_to(plan: &mut Plan, cluster: Cluster) -> Result<()> {
     let last = plan.problem.meshes_of_ranks().keys().next_back().map_or(0, |r| r.index());
     if last >= cluster.num_devices() {
         bail!(

@@ -169,6 +169,7 @@ mod tests {
             peak_extra_bytes: Some(0),
             t: None,
             reference_t: None,
+            measured: None,
             why_not: over_bound.is_none().then(|| "cannot".to_string()),
         }
     }

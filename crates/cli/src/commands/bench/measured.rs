@@ -1,0 +1,89 @@
+//! The measured side of a bench: real runs, with the prediction and the bound beside them.
+
+use std::fmt::Write as _;
+
+use anyhow::Result;
+use crossmesh_core::reshard::Strategy;
+use crossmesh_core::units::{Bytes, Seconds};
+
+use super::{CaseResult, MeasuredTimes, Results, StrategyResult};
+use crate::output::{self, Progress, Table, count};
+use crate::predict::Prediction;
+use crate::runner::{RunOptions, run_plan};
+
+/// A tensor of this size takes about a second over a slow NIC, and fits on a small machine several times.
+pub const TENSOR_BYTES: u64 = 64 << 20;
+/// The median of five.
+pub const REPEAT: u32 = 5;
+
+pub fn measure(prediction: &Prediction, run: &RunOptions, progress: &Progress) -> Result<MeasuredTimes> {
+    let measured = run_plan(prediction, run, progress)?;
+    let median_s = measured.median_s();
+    let over = |what: f64| Some(output::ratio(median_s, what)).filter(|ratio| ratio.is_finite());
+    Ok(MeasuredTimes {
+        median_s,
+        over_bound: over(prediction.bound.seconds),
+        over_predicted: over(prediction.seconds()),
+        verified: measured.verified(),
+        measured_s: measured.seconds,
+    })
+}
+
+pub fn all_verified(results: &Results) -> bool {
+    all(results).all(|(_, _, measured)| measured.verified)
+}
+
+/// Everything that was measured.
+fn all(results: &Results) -> impl Iterator<Item = (&CaseResult, &StrategyResult, &MeasuredTimes)> {
+    let strategies = results.cases.iter().flat_map(|case| case.strategies.iter().map(move |s| (case, s)));
+    strategies.filter_map(|(case, s)| Some((case, s, s.measured.as_ref()?)))
+}
+
+pub fn render(results: &Results) -> String {
+    let mut text = format!("suite {}: {}\n\n", results.suite, results.about);
+    text += &table(results).render(2);
+    text += &super::why_not(results);
+    text.push('\n');
+    if !all_verified(results) {
+        text += "some destinations are wrong\n";
+    }
+    let flow = || all(results).filter(|(_, s, _)| s.strategy == Strategy::Flow.name());
+    let worst = |ratio: fn(&MeasuredTimes) -> Option<f64>| {
+        let ratios = flow().filter_map(|(case, _, m)| Some((case.name.as_str(), ratio(m)?)));
+        ratios.max_by(|a, b| a.1.total_cmp(&b.1))
+    };
+    if let (Some(bound), Some(predicted)) = (worst(|m| m.over_bound), worst(|m| m.over_predicted)) {
+        let _ = writeln!(
+            text,
+            "flow over {}: at most {:.3} × the bound ({}), {:.3} × predicted ({})",
+            count(flow().count(), "case"),
+            bound.1,
+            bound.0,
+            predicted.1,
+            predicted.0,
+        );
+    }
+    text
+}
+
+fn table(results: &Results) -> Table {
+    let mut table = Table::new("llr");
+    let head =
+        ["case", "strategy", "bytes", "bound", "predicted", "measured", "× bound", "× predicted", "elements"];
+    table.row(head.map(String::from));
+    for (case, s, measured) in all(results) {
+        let ratio = |ratio: Option<f64>| ratio.map_or("-".into(), |r| format!("{r:.3}"));
+        table.row([
+            case.name.clone(),
+            s.strategy.to_string(),
+            Bytes(case.bytes).to_string(),
+            Seconds(case.lower_bound_s).to_string(),
+            s.predicted_s.map_or("-".into(), |s| Seconds(s).to_string()),
+            Seconds(measured.median_s).to_string(),
+            ratio(measured.over_bound),
+            ratio(measured.over_predicted),
+            if measured.verified { "right" } else { "WRONG" }.to_string(),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,212 @@
+//! `crossmesh run`: move real bytes, check every element, and compare with what was predicted.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use crossmesh_core::reshard::Plan;
+use crossmesh_core::units::{Seconds, parse_seconds};
+use crossmesh_core::verify::verify;
+use serde::Serialize;
+
+use crate::Answer;
+use crate::input::{HostArgs, PlanArgs, ProblemArgs, read_plan, read_text};
+use crate::output::{self, Format, Progress, count};
+use crate::predict::{Prediction, Violation};
+use crate::runner::{Measured, RunOptions, run_plan};
+use crate::summary;
+
+/// What `--emulate` says instead of a rate, to take the cluster's own.
+pub const CLUSTER_RATES: &str = "cluster";
+
+/// Run a reshard for real, one process per rank, and check every element.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Without --emulate the processes talk over loopback, whatever the NICs of the cluster are.
+
+Examples:
+  crossmesh run 'f32[1024,1024]@A{tp:2}(tp,_)' 'f32[1024,1024]@B{tp:3}(_,tp)'
+  crossmesh run 'f32[4096,4096]@A{tp:4}(tp,_)' 'f32[4096,4096]@B{dp:2,tp:4}(_,_)' --emulate 400Mbit --repeat 5   # as root
+  crossmesh run plan.json --cluster cluster.toml --emulate cluster --format json"
+)]
+pub struct Args {
+    #[command(flatten)]
+    problem: ProblemArgs,
+    #[command(flatten)]
+    plan: PlanArgs,
+    #[command(flatten)]
+    run: RunArgs,
+    /// Text for people, or one JSON document
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
+    format: Format,
+    /// After a failure, write how far every op of every rank was
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    flight: Option<PathBuf>,
+}
+
+/// How to run; also the flags of a measured bench.
+#[derive(Debug, Default, clap::Args)]
+#[command(next_help_heading = "Running")]
+pub struct RunArgs {
+    /// Put every host into a network namespace with a NIC of this rate, or `cluster` for the cluster's rates; needs root
+    #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
+    pub emulate: Option<String>,
+    /// How often [default: 1; a bench: 5]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub repeat: Option<u32>,
+    /// How long nothing may move before the run is given up [default: from the predicted time]
+    #[arg(long, value_name = "TIME")]
+    pub deadline: Option<String>,
+    /// How long the processes may take to meet
+    #[arg(long, value_name = "TIME", default_value = "30s")]
+    pub arrive: String,
+}
+
+impl RunArgs {
+    pub fn options(&self, repeat: u32, flight: Option<PathBuf>) -> Result<RunOptions> {
+        let time = |text: &str, flag| {
+            let seconds = parse_seconds(text).context(flag)?;
+            Duration::try_from_secs_f64(seconds)
+                .ok()
+                .filter(|d| !d.is_zero())
+                .with_context(|| format!("{flag}: `{text}` is no time to wait"))
+        };
+        Ok(RunOptions {
+            emulate: self.emulate.is_some(),
+            repeat: self.repeat.unwrap_or(repeat),
+            deadline: self.deadline.as_deref().map(|text| time(text, "--deadline")).transpose()?,
+            arrive: time(&self.arrive, "--arrive")?,
+            flight,
+        })
+    }
+
+    /// The NIC rate that `--emulate` asks for, if it names one.
+    pub fn nic(&self) -> Option<&String> {
+        self.emulate.as_ref().filter(|rate| *rate != CLUSTER_RATES)
+    }
+}
+
+/// The answer as JSON.
+#[derive(Debug, Serialize)]
+struct Report {
+    schema: &'static str,
+    strategy: String,
+    ranks: usize,
+    hosts: usize,
+    /// The rate that NICs were shaped to; `cluster` where they differ; missing on loopback.
+    emulated: Option<String>,
+    bytes: u64,
+    measured_s: Vec<f64>,
+    median_s: f64,
+    predicted_s: f64,
+    lower_bound_s: f64,
+    over_bound: Option<f64>,
+    over_predicted: Option<f64>,
+    verified: bool,
+    wrong: Vec<String>,
+    peak_extra_bytes: u64,
+    peak_rss_bytes: Option<u64>,
+}
+
+pub fn run(mut args: Args) -> Result<Answer> {
+    if let Some(rate) = args.run.nic()
+        && let Some(nic) = args.problem.hosts.nic.replace(rate.clone())
+    {
+        bail!(
+            "NICs cannot be of {nic} and be emulated with {rate}\nhint: leave --nic out, or say --emulate {CLUSTER_RATES}"
+        );
+    }
+    let options = args.run.options(1, args.flight.clone())?;
+    let prediction = predict(&args)?;
+    let measured = run_plan(&prediction, &options, &Progress::new())?;
+    let report = report(&args, &prediction, measured);
+    match args.format {
+        Format::Text => output::print(&render(&prediction, &report))?,
+        Format::Json => output::print_json(&report)?,
+    }
+    Ok(if report.verified { Answer::Yes } else { Answer::No })
+}
+
+/// The plan to run, proven and predicted: from a file, or made now.
+fn predict(args: &Args) -> Result<Prediction> {
+    match plan_file(&args.problem) {
+        None => Prediction::of_problem(&args.problem.problem()?, &args.plan.options()?),
+        Some(path) => Prediction::of_plan(read_proven_plan(path, &args.problem.hosts)?),
+    }
+}
+
+/// A single argument that names a plan document.
+fn plan_file(problem: &ProblemArgs) -> Option<&Path> {
+    let (Some(src), None) = (&problem.src, &problem.dst) else { return None };
+    let path = Path::new(src);
+    let text = if path.is_file() { read_text(path).ok()? } else { return None };
+    text.trim_start().starts_with('{').then_some(path)
+}
+
+fn read_proven_plan(path: &Path, hosts: &HostArgs) -> Result<Plan> {
+    let mut plan = read_plan(path)?.plan;
+    if let Err(error) = verify(&plan) {
+        bail!("{}: the plan breaks a law: {}", path.display(), Violation::from(error));
+    }
+    let mut cluster = hosts.described()?.unwrap_or_else(|| plan.problem.cluster.clone());
+    hosts.adjust(&mut cluster)?;
+    super::simulate::move_to(&mut plan, cluster)?;
+    Ok(plan)
+}
+
+fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
+    let problem = &prediction.plan.problem;
+    let ranks = problem.meshes_of_ranks();
+    let mut hosts: Vec<_> = ranks.keys().map(|rank| problem.topology.host(*rank)).collect();
+    hosts.dedup();
+    let median_s = measured.median_s();
+    let finite = |ratio: f64| Some(ratio).filter(|r| r.is_finite());
+    Report {
+        schema: "crossmesh.run/1",
+        strategy: prediction.plan.strategy.clone(),
+        ranks: ranks.len(),
+        hosts: hosts.len(),
+        emulated: args.run.emulate.clone(),
+        bytes: problem.reshards.iter().map(|r| r.src.layout.bytes()).sum(),
+        median_s,
+        predicted_s: prediction.seconds(),
+        lower_bound_s: prediction.bound.seconds,
+        over_bound: finite(output::ratio(median_s, prediction.bound.seconds)),
+        over_predicted: finite(output::ratio(median_s, prediction.seconds())),
+        verified: measured.verified(),
+        peak_extra_bytes: prediction.peak_extra_bytes(),
+        peak_rss_bytes: measured.peak_rss_bytes,
+        measured_s: measured.seconds,
+        wrong: measured.wrong,
+    }
+}
+
+fn render(prediction: &Prediction, report: &Report) -> String {
+    let mut text = format!("run {}\n", summary::headline(&prediction.plan));
+    let place = format!("{} on {}", count(report.ranks, "process"), count(report.hosts, "host"));
+    let place = place.replace("processs", "processes");
+    let nics = match report.emulated.as_deref() {
+        None => "over loopback".to_string(),
+        Some(CLUSTER_RATES) => "emulated with the cluster's NICs".to_string(),
+        Some(rate) => format!("emulated with NICs of {rate}"),
+    };
+    let _ = writeln!(text, "  strategy {}, {place}, {nics}", report.strategy);
+    let runs: Vec<String> = report.measured_s.iter().map(|s| Seconds(*s).to_string()).collect();
+    let _ = writeln!(text, "measured     {}", runs.join(", "));
+    let _ = writeln!(text, "lower bound  {}", Seconds(report.lower_bound_s));
+    let _ = writeln!(text, "predicted    {}", Seconds(report.predicted_s));
+    for wrong in &report.wrong {
+        let _ = writeln!(text, "wrong        {wrong}");
+    }
+    let over = |ratio: Option<f64>, of: &str| ratio.map_or(String::new(), |r| format!(", {r:.3} × {of}"));
+    let checked = if report.verified { "every element checked" } else { "the destination is wrong" };
+    let _ = writeln!(
+        text,
+        "median       {}{}{}; {checked}",
+        Seconds(report.median_s),
+        over(report.over_bound, "the bound"),
+        over(report.over_predicted, "predicted"),
+    );
+    text
+}

@@ -1,0 +1,259 @@
+//! Runs a plan for real: one process per rank, on loopback or on emulated hosts, and collects what they saw.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::Write as _;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
+use crossmesh_comm::emulate::{Emulation, NicRate};
+use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
+use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
+use crossmesh_core::id::{HostId, Rank};
+use crossmesh_core::reshard::Plan;
+
+use crate::commands::launch::free_port;
+use crate::commands::rank::{Said, Summary};
+use crate::output::Progress;
+use crate::predict::Prediction;
+
+/// More processes than this are a mistake on one machine.
+const MAX_PROCESSES: usize = 512;
+/// After a failure, ranks agree on the culprit and say so within this time. One that still runs then is stuck.
+const GRACE: Grace =
+    Grace { after_failure: Duration::from_millis(1500), after_term: Duration::from_millis(100) };
+
+/// How to run.
+#[derive(Debug, Clone)]
+pub struct RunOptions {
+    /// Every host in a network namespace, its NIC shaped to the cluster's rate.
+    pub emulate: bool,
+    pub repeat: u32,
+    /// How long nothing may move.
+    pub deadline: Option<Duration>,
+    /// How long ranks may take to arrive.
+    pub arrive: Duration,
+    /// Where to write, after a failure, how far every op of every rank was.
+    pub flight: Option<std::path::PathBuf>,
+}
+
+/// What a run showed.
+#[derive(Debug, Clone)]
+pub struct Measured {
+    /// From the first rank's start to the last rank's end, by run.
+    pub seconds: Vec<f64>,
+    /// Elements that are not what they should be: the first of each rank that has one.
+    pub wrong: Vec<String>,
+    pub peak_rss_bytes: Option<u64>,
+}
+
+impl Measured {
+    pub fn median_s(&self) -> f64 {
+        let mut sorted = self.seconds.clone();
+        sorted.sort_by(f64::total_cmp);
+        let middle = sorted.len() / 2;
+        if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
+    }
+
+    pub fn verified(&self) -> bool {
+        self.wrong.is_empty()
+    }
+}
+
+/// How a run failed.
+#[derive(Debug)]
+pub struct RunFailed {
+    outcome: Outcome,
+    /// What ranks said on stderr.
+    said: Vec<(Rank, String)>,
+}
+
+impl std::error::Error for RunFailed {}
+
+impl fmt::Display for RunFailed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // What most ranks agree on; a rank that died said nothing.
+        let mut votes: BTreeMap<&str, usize> = BTreeMap::new();
+        for (_, line) in &self.said {
+            if let Some(reason) = line.strip_prefix("error: ") {
+                *votes.entry(reason).or_default() += 1;
+            }
+        }
+        match (votes.into_iter().max_by_key(|(_, votes)| *votes), self.outcome) {
+            (Some((reason, _)), _) => f.write_str(reason),
+            (None, Outcome::Failed { rank, status }) => write!(f, "{rank} failed: {status}"),
+            (None, Outcome::Signalled(signal)) => write!(f, "ended by signal {signal}"),
+            (None, _) => f.write_str("the run took too long and was ended"),
+        }
+    }
+}
+
+/// Runs a plan that was predicted.
+pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progress) -> Result<Measured> {
+    let signals = Signals::watch()?;
+    let plan = &prediction.plan;
+    let ranks: Vec<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
+    if ranks.len() > MAX_PROCESSES {
+        bail!("{} ranks are too many for one machine\nhint: up to {MAX_PROCESSES}", ranks.len());
+    }
+    // Declared before the job: its processes end before their hosts and the plan's folder go.
+    let folder =
+        tempfile::Builder::new().prefix("crossmesh-run-").tempdir().context("no folder for the plan")?;
+    std::fs::write(folder.path().join("plan.json"), prediction.document())
+        .context("cannot write the plan")?;
+    let site = Site::of(plan, &ranks, options.emulate)?;
+    let secret = Secret::generate()?;
+    let processes =
+        ranks.iter().map(|rank| process(prediction, options, &site, *rank, &secret, folder.path()));
+    let heard = Arc::new(Heard::default());
+    let job = Job::start(processes.collect::<Result<_>>()?, listen(&heard, options.repeat), GRACE)?;
+    progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
+    let outcome = job.wait(&signals, None);
+    progress.say("");
+    let summaries = std::mem::take(&mut *heard.summaries.lock().expect("no thread panics with it"));
+    let wrong_answer = matches!(outcome, Outcome::Failed { status, .. } if status.code() == Some(1));
+    if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
+        return Ok(measured(&summaries, options.repeat));
+    }
+    save_flight(options, prediction, folder.path());
+    let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
+    Err(RunFailed { outcome, said }.into())
+}
+
+/// The hosts of a run.
+struct Site {
+    /// Those with ranks, in order; their places are their numbers in the emulation.
+    hosts: Vec<HostId>,
+    emulation: Option<Emulation>,
+    master_addr: String,
+    master_port: u16,
+}
+
+impl Site {
+    fn of(plan: &Plan, ranks: &[Rank], emulate: bool) -> Result<Self> {
+        let mut hosts: Vec<HostId> = ranks.iter().map(|rank| plan.problem.topology.host(*rank)).collect();
+        hosts.sort_unstable();
+        hosts.dedup();
+        if !emulate {
+            let (master_addr, master_port) = ("127.0.0.1".into(), free_port()?);
+            return Ok(Self { hosts, emulation: None, master_addr, master_port });
+        }
+        if !plan.problem.cluster.tiers.is_empty() {
+            bail!("tiers of switches cannot be emulated yet\nhint: describe a cluster without [[tier]]");
+        }
+        let rate = |host: &HostId| {
+            let host = &plan.problem.cluster.hosts[host.index()];
+            NicRate { out_bytes_per_s: host.out_bytes_per_s(), in_bytes_per_s: host.in_bytes_per_s() }
+        };
+        let emulation = Emulation::up(&hosts.iter().map(rate).collect::<Vec<_>>())?;
+        // The first rank is on the first host, and its port there is nobody else's.
+        let (master_addr, master_port) = (Emulation::address(0).to_string(), DEFAULT_PORT);
+        Ok(Self { hosts, emulation: Some(emulation), master_addr, master_port })
+    }
+}
+
+fn process(
+    prediction: &Prediction,
+    options: &RunOptions,
+    site: &Site,
+    rank: Rank,
+    secret: &Secret,
+    folder: &std::path::Path,
+) -> Result<Process> {
+    let topology = &prediction.plan.problem.topology;
+    let host = topology.host(rank);
+    let index = site.hosts.binary_search(&host).expect("every rank's host is listed");
+    let place = Place {
+        rank,
+        world: topology.num_ranks() as u32,
+        local_rank: topology.ranks_of(host).position(|r| r == rank).unwrap_or(0) as u32,
+        local_world: Some(topology.ranks_of(host).count() as u32),
+        master_addr: site.master_addr.clone(),
+        master_port: site.master_port,
+        launcher: "crossmesh",
+    };
+    let mut env = place.to_variables();
+    env.insert(SECRET_VARIABLE.into(), secret.to_hex());
+    env.insert(HOST_VARIABLE.into(), host.to_string());
+    let deadline = options.deadline.unwrap_or_else(|| default_deadline(prediction.seconds()));
+    let mut args = vec!["rank".to_string(), "--plan".into(), folder.join("plan.json").display().to_string()];
+    let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);
+    flag("--repeat", options.repeat.to_string());
+    flag("--deadline-ms", deadline.as_millis().max(1).to_string());
+    flag("--arrive-ms", options.arrive.as_millis().to_string());
+    flag("--flight", folder.display().to_string());
+    Ok(Process {
+        rank,
+        program: std::env::current_exe().context("the program cannot find itself")?.into(),
+        args: args.into_iter().map(Into::into).collect(),
+        env,
+        namespace: site.emulation.as_ref().map(|emulation| emulation.namespace(index)),
+        stdin: None,
+    })
+}
+
+/// A rank may wait for the others as long as the whole run takes before anything moves there.
+fn default_deadline(predicted_s: f64) -> Duration {
+    Duration::from_secs_f64((5.0 + 2.0 * predicted_s).min(1e6))
+}
+
+/// What came from the ranks.
+#[derive(Default)]
+struct Heard {
+    summaries: Mutex<Vec<Summary>>,
+    said: Mutex<Vec<(Rank, String)>>,
+}
+
+fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
+    let (heard, progress) = (heard.clone(), Progress::new());
+    Arc::new(move |line: Line<'_>| match (line.source, serde_json::from_str::<Said>(line.text)) {
+        (Source::Stdout, Ok(Said::Round(round))) => progress.say(&format!("run {round} of {repeat}")),
+        (Source::Stdout, Ok(Said::Report(summary))) => {
+            heard.summaries.lock().expect("no thread panics with it").push(summary);
+        }
+        _ => {
+            let _ = writeln!(std::io::stderr(), "[{}] {}", line.rank.0, line.text);
+            heard.said.lock().expect("no thread panics with it").push((line.rank, line.text.to_string()));
+        }
+    })
+}
+
+/// All ranks of a run share the machine's clock.
+fn measured(summaries: &[Summary], repeat: u32) -> Measured {
+    let span = |run: usize| {
+        let start = summaries.iter().map(|s| s.started_ns[run]).min().unwrap_or(0);
+        let end = |s: &Summary| (s.started_ns[run] - start) as f64 / 1e9 + s.seconds[run];
+        summaries.iter().map(end).fold(0.0, f64::max)
+    };
+    Measured {
+        seconds: (0..repeat as usize).map(span).collect(),
+        wrong: summaries
+            .iter()
+            .filter(|s| !s.verified)
+            .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
+            .collect(),
+        peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
+    }
+}
+
+/// Puts the records of all ranks, and the plan, into one file.
+fn save_flight(options: &RunOptions, prediction: &Prediction, folder: &std::path::Path) {
+    let Some(path) = &options.flight else { return };
+    let read = |rank: u32| {
+        let text = std::fs::read_to_string(folder.join(format!("{}.json", Rank(rank)))).ok()?;
+        serde_json::from_str::<serde_json::Value>(&text).ok()
+    };
+    let ranks = prediction.plan.problem.topology.num_ranks() as u32;
+    let plan: serde_json::Value = serde_json::from_str(&prediction.document()).unwrap_or_default();
+    let record = serde_json::json!({
+        "schema": "crossmesh.flight/1",
+        "plan": plan,
+        "ranks": (0..ranks).filter_map(read).collect::<Vec<_>>(),
+    });
+    // The failure itself is what matters; it is told either way.
+    if std::fs::write(path, record.to_string() + "\n").is_err() {
+        let _ = writeln!(std::io::stderr(), "cannot write the flight record to {}", path.display());
+    }
+}

@@ -1,0 +1,98 @@
+//! `crossmesh launch`: environment, output, exit status, and an end for every process.
+
+mod common;
+
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use common::{Scratch, binary, crossmesh};
+use crossmesh_testkit::machine::{alive, descendants, eventually, namespaces_of, needs_root};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+fn sorted_lines(text: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.sort_unstable();
+    lines
+}
+
+#[test]
+fn every_rank_knows_its_place() {
+    let script = "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR ${#CROSSMESH_SECRET}";
+    let said = crossmesh(&["launch", "-n", "3", "--master-port", "4242", "--", "sh", "-c", script]);
+    assert_eq!((said.code, said.stderr.as_str()), (0, ""));
+    let expected = ["[0] 0 3 0 3 127.0.0.1 64", "[1] 1 3 1 3 127.0.0.1 64", "[2] 2 3 2 3 127.0.0.1 64"];
+    assert_eq!(sorted_lines(&said.stdout), expected);
+}
+
+#[test]
+fn the_first_failure_is_named_and_its_status_ours() {
+    let script = "test $RANK = 1 && exit 9; sleep 60";
+    let said = crossmesh(&["launch", "-n", "3", "--", "sh", "-c", script]);
+    assert_eq!(said.code, 9);
+    assert_eq!(said.stderr, "launch: r1 failed (exit status: 9); the others were ended\n");
+}
+
+#[test]
+fn hosts_are_reached_by_a_command_of_choice() {
+    let scratch = Scratch::new();
+    // Instead of ssh: tells the host's name and runs the rest here.
+    let rsh = scratch.file("rsh", "h=$1; shift; echo to $h; exec sh -c \"$*\"\n");
+    let rsh = format!("sh {}", rsh.display());
+    let args = ["launch", "-n", "3", "--hosts", "a,b", "--rsh", &rsh, "--master-port", "1", "--", "sh", "-c"];
+    let said = crossmesh(&[&args[..], &["echo \"$RANK $LOCAL_RANK\" $MASTER_ADDR:$MASTER_PORT"]].concat());
+    assert_eq!((said.code, said.stderr.as_str()), (0, ""));
+    let expected = ["[0] 0 0 a:1", "[0] to a", "[1] 1 1 a:1", "[1] to a", "[2] 2 0 a:1", "[2] to b"];
+    assert_eq!(sorted_lines(&said.stdout), expected);
+}
+
+#[test]
+fn emulated_hosts_have_addresses_and_go_away() {
+    needs_root();
+    let args = ["launch", "-n", "3", "--per-host", "2", "--emulate", "100Mbit", "--", "sh", "-c"];
+    let script = "echo $CROSSMESH_HOST $MASTER_ADDR $(ip -4 -br addr show nic | tr -s ' ' | cut -d' ' -f3)";
+    let said = crossmesh(&[&args[..], &[script]].concat());
+    assert_eq!((said.code, said.stderr.as_str()), (0, ""));
+    let expected =
+        ["[0] h0 10.77.0.1 10.77.0.1/24", "[1] h0 10.77.0.1 10.77.0.1/24", "[2] h1 10.77.0.1 10.77.0.2/24"];
+    assert_eq!(sorted_lines(&said.stdout), expected);
+}
+
+/// A launcher with two processes on emulated hosts that would run for a minute.
+fn a_long_job() -> (Child, Vec<u32>) {
+    let args =
+        ["launch", "-n", "2", "--per-host", "1", "--emulate", "100Mbit", "--", "sh", "-c", "sleep 60 & wait"];
+    let child =
+        binary().args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    assert!(eventually(PATIENCE, || descendants(child.id()).len() == 4), "{:?}", descendants(child.id()));
+    let pids = descendants(child.id());
+    (child, pids)
+}
+
+#[test]
+fn an_interrupted_launcher_leaves_nothing() {
+    needs_root();
+    let (mut launcher, pids) = a_long_job();
+    assert_eq!(namespaces_of(launcher.id()).len(), 3);
+    Command::new("kill").args(["-INT", &launcher.id().to_string()]).status().unwrap();
+    assert_eq!(launcher.wait().unwrap().code(), Some(130));
+    assert_eq!(namespaces_of(launcher.id()), Vec::<String>::new());
+    assert!(eventually(PATIENCE, || pids.iter().all(|pid| !alive(*pid))));
+}
+
+#[test]
+fn a_killed_launcher_takes_its_processes_along() {
+    needs_root();
+    let (mut launcher, _) = a_long_job();
+    let ranks: Vec<u32> = {
+        let text = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", launcher.id())).unwrap();
+        text.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+    };
+    launcher.kill().unwrap();
+    launcher.wait().unwrap();
+    assert!(eventually(PATIENCE, || ranks.iter().all(|pid| !alive(*pid))));
+    // Its namespaces could not be removed by it; the next to emulate does.
+    let said = crossmesh(&["launch", "-n", "1", "--per-host", "1", "--emulate", "1Mbit", "--", "true"]);
+    assert_eq!(said.code, 0, "{}", said.stderr);
+    assert_eq!(namespaces_of(launcher.id()), Vec::<String>::new());
+}

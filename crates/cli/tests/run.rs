@@ -1,0 +1,289 @@
+//! `crossmesh run`: real bytes between real processes, and what happens when one of them fails.
+
+mod common;
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Scratch, binary, crossmesh, ok};
+use crossmesh_testkit::machine::{
+    alive, descendants, eventually, inside, namespaces_of, needs_root, output_within, shared_segments,
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Everybody is gone within this time of a death.
+const PROMPT: Duration = Duration::from_secs(2);
+/// A process that is stuck is ended by the launcher, somewhat after the others have ended themselves.
+const STUCK: Duration = Duration::from_millis(1500);
+
+#[test]
+fn loopback_moves_every_element() {
+    for (src, dst) in [
+        ("f32[64,48]@A{tp:2}(tp,_)", "f32[64,48]@B{tp:3}(_,tp)"),
+        ("bf16[10,7]@A{dp:3}(dp,_)", "bf16[10,7]@A{dp:3}(_,dp)"),
+        ("i64[33]@A{dp:2,tp:2}(tp | sum dp)", "i64[33]@B{tp:2}(tp)"),
+    ] {
+        let report = ok(&["run", src, dst, "--repeat", "3", "--format", "json"]).json();
+        assert_eq!(report["schema"], "crossmesh.run/1");
+        assert_eq!(report["verified"], true, "{src} -> {dst}");
+        assert_eq!(report["measured_s"].as_array().unwrap().len(), 3);
+        assert!(report["predicted_s"].as_f64().unwrap() >= 0.0);
+        assert!(report["lower_bound_s"].as_f64().unwrap() >= 0.0);
+    }
+}
+
+#[test]
+fn a_plan_file_runs_with_its_strategy() {
+    let scratch = Scratch::new();
+    let plan = scratch.at("plan.json");
+    let (src, dst) = ("f32[64,48]@A{tp:2}(tp,_)", "f32[64,48]@B{tp:3}(_,_)");
+    ok(&["plan", src, dst, "--strategy", "broadcast:greedy", "-o", &plan]);
+    let report = ok(&["run", &plan, "--format", "json"]).json();
+    assert_eq!((&report["strategy"], &report["verified"]), (&"broadcast:greedy".into(), &true.into()));
+    assert!(ok(&["run", &plan]).last_line().ends_with("; every element checked"));
+}
+
+/// The best run of several: on a busy machine single ones take longer, but that NICs are not shaped, or that a byte
+/// travels twice, shows in all of them.
+fn assert_near_the_bound(report: &serde_json::Value) {
+    let measured = report["measured_s"].as_array().unwrap().iter().map(|s| s.as_f64().unwrap());
+    let over = measured.fold(f64::INFINITY, f64::min) / report["lower_bound_s"].as_f64().unwrap();
+    assert!((0.9..1.6).contains(&over), "{over} × the bound: {report}");
+}
+
+#[test]
+fn emulated_hosts_move_at_the_rate_of_their_nics() {
+    needs_root();
+    // 2 MiB over a NIC of 100 Mbit/s, through a chain of two hosts.
+    let (src, dst) = ("i32[1024,512]@A{h:1,g:2}(g,_)", "i32[1024,512]@B{h:2,g:2}(_,_)");
+    let args = ["run", src, dst, "--emulate", "100Mbit", "--repeat", "3", "--format", "json"];
+    let report = ok(&args).json();
+    assert_eq!(report["verified"], true);
+    assert_near_the_bound(&report);
+}
+
+#[test]
+fn a_slow_host_is_emulated_from_its_cluster_file() {
+    needs_root();
+    let scratch = Scratch::new();
+    let hosts = "[[host]]\ndevices = 2\nnic = \"200Mbit\"\n\n[[host]]\ndevices = 2\nnic = \"50Mbit\"\n";
+    let cluster = scratch.file("cluster.toml", hosts);
+    let (src, dst) = ("i32[512,512]@A{g:2}(g,_)", "i32[512,512]@B{g:2}(_,_)");
+    let args =
+        ["run", src, dst, "--emulate", "cluster", "--cluster", cluster.to_str().unwrap(), "--format", "json"];
+    let report = ok(&args).json();
+    assert!((report["lower_bound_s"].as_f64().unwrap() - (1 << 20) as f64 / 6.25e6).abs() < 1e-6);
+    assert_near_the_bound(&report);
+}
+
+#[test]
+fn without_root_the_error_says_what_is_needed() {
+    needs_root();
+    let nobody = ["-u", "65534", "-g", "65534", "--clear-groups", "--"];
+    let scratch = Scratch::new();
+    let program = scratch.at("crossmesh");
+    std::fs::copy(env!("CARGO_BIN_EXE_crossmesh"), &program).unwrap();
+    for path in [scratch.path(), std::path::Path::new(&program)] {
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    }
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", nobody[1], "--regid", nobody[3], nobody[4], nobody[5], &program]);
+    command.args(["run", "f32[8]@A{tp:2}(tp)", "f32[8]@B{tp:2}(_)", "--emulate", "1Gbit"]);
+    let out = output_within(&mut command, PATIENCE);
+    let stderr = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(2), "{stderr}");
+    assert!(stderr.starts_with("error: emulating hosts needs root"), "{stderr}");
+}
+
+/// Two sources on a host, four destinations on two.
+const GRID: [&str; 2] = ["i32[16,1024,256]@A{h:1,g:2}(g,_,_)", "i32[16,1024,256]@B{h:2,g:2}(_,_,_)"];
+/// r0 to r1 to r2, a host each: everybody moves all the time.
+const CHAIN: [&str; 2] = ["i32[16,1024,256]@A{h:1}(_,_,_)", "i32[16,1024,256]@B{h:2,g:1}(_,_,_)"];
+
+/// A run on three emulated hosts that would take about ten seconds, under way.
+struct LongRun {
+    launcher: Child,
+    /// By rank.
+    ranks: Vec<u32>,
+}
+
+impl LongRun {
+    fn start(pair: [&str; 2], extra: &[&str]) -> Self {
+        needs_root();
+        let mut command = binary();
+        command.arg("run").args(pair).args(["--emulate", "12Mbit"]).args(extra);
+        let launcher =
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let moving = || {
+            let counter =
+                |ns: &String| inside(ns, || std::fs::read_to_string("/proc/thread-self/net/dev").unwrap());
+            let sent = |text: String| {
+                let line =
+                    text.lines().find(|l| l.trim_start().starts_with("nic:")).unwrap_or("").to_string();
+                line.split_whitespace().nth(9).and_then(|n| n.parse::<u64>().ok()).unwrap_or(0)
+            };
+            let first = namespaces_of(launcher.id()).into_iter().find(|n| n.ends_with("-h0"));
+            first.is_some_and(|ns| sent(counter(&ns)) > 300_000)
+        };
+        assert!(eventually(PATIENCE, moving), "no bytes move");
+        let mut ranks: Vec<(u32, u32)> =
+            descendants(launcher.id()).into_iter().filter_map(|pid| Some((rank_of(pid)?, pid))).collect();
+        ranks.sort_unstable();
+        assert_eq!(ranks.len(), if pair == GRID { 6 } else { 3 });
+        Self { launcher, ranks: ranks.into_iter().map(|(_, pid)| pid).collect() }
+    }
+
+    fn signal(&self, rank: usize, signal: &str) {
+        assert!(
+            Command::new("kill").args([signal, &self.ranks[rank].to_string()]).status().unwrap().success()
+        );
+    }
+
+    /// Waits for the end of it all, and returns its stderr. Nothing may be left.
+    fn ends_within(self, limit: Duration) -> String {
+        let pid = self.launcher.id();
+        let waiting = std::thread::Builder::new().spawn(move || self.launcher.wait_with_output()).unwrap();
+        assert!(eventually(limit, || waiting.is_finished()), "still there after {limit:?}");
+        let out = waiting.join().unwrap().unwrap();
+        let stderr = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(2), "{stderr}");
+        assert_eq!(namespaces_of(pid), Vec::<String>::new());
+        assert!(self.ranks.iter().all(|pid| !alive(*pid)));
+        stderr
+    }
+}
+
+/// The rank of a process, by its environment.
+fn rank_of(pid: u32) -> Option<u32> {
+    let environment = std::fs::read_to_string(format!("/proc/{pid}/environ")).ok()?;
+    environment.split('\0').find_map(|v| v.strip_prefix("RANK="))?.parse().ok()
+}
+
+#[test]
+fn a_killed_rank_is_named_by_every_other() {
+    let segments = shared_segments();
+    // A source, the one beside the rendezvous, one that forwards, the last of the chain.
+    for victim in [0, 1, 2, 5] {
+        let run = LongRun::start(GRID, &[]);
+        run.signal(victim, "-KILL");
+        let stderr = run.ends_within(PROMPT);
+        let lines: Vec<&str> = stderr.lines().filter(|l| l.starts_with('[')).collect();
+        assert_eq!(lines.len(), 5, "{stderr}");
+        let host = format!("r{victim} on h{}", victim / 2);
+        assert!(lines.iter().all(|l| l.contains(&host)), "{stderr}");
+        assert!(stderr.lines().last().unwrap().starts_with(&format!("error: {host}")), "{stderr}");
+    }
+    assert_eq!(shared_segments(), segments);
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "a test of real time")]
+fn a_stopped_rank_is_named_after_the_deadline() {
+    for victim in [0, 1, 2] {
+        let run = LongRun::start(CHAIN, &["--deadline", "1s"]);
+        let start = Instant::now();
+        run.signal(victim, "-STOP");
+        let stderr = run.ends_within(Duration::from_secs(1) + PROMPT + STUCK);
+        assert!(start.elapsed() >= Duration::from_millis(900));
+        assert!(
+            stderr.lines().last().unwrap().contains(&format!("error: r{victim} on h{victim} ")),
+            "{stderr}"
+        );
+    }
+}
+
+#[test]
+fn a_cut_cable_ends_the_run_and_names_the_host() {
+    let run = LongRun::start(CHAIN, &["--deadline", "1s"]);
+    let namespace = namespaces_of(run.launcher.id()).into_iter().find(|n| n.ends_with("-switch")).unwrap();
+    let cut = Command::new("ip").args(["-n", &namespace, "link", "set", "p2", "down"]).status().unwrap();
+    assert!(cut.success());
+    let stderr = run.ends_within(Duration::from_secs(1) + PROMPT);
+    assert!(stderr.lines().last().unwrap().contains("h2"), "{stderr}");
+}
+
+#[test]
+fn an_interrupted_run_leaves_nothing() {
+    let run = LongRun::start(GRID, &[]);
+    let launcher = run.launcher.id().to_string();
+    assert!(Command::new("kill").args(["-INT", &launcher]).status().unwrap().success());
+    run.ends_within(Duration::from_secs(4));
+}
+
+#[test]
+fn garbage_at_the_rendezvous_is_turned_away_and_the_run_goes_on() {
+    needs_root();
+    let (src, dst) = ("i32[512,1024]@A{h:1,g:2}(g,_)", "i32[512,1024]@B{h:1,g:2}(_,_)");
+    let mut command = binary();
+    command.args(["run", src, dst, "--emulate", "20Mbit", "--format", "json"]);
+    let run = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let host = || namespaces_of(run.id()).into_iter().find(|n| n.ends_with("-h1"));
+    assert!(eventually(PATIENCE, || host().is_some()));
+    let namespace = host().unwrap();
+    let knock = || {
+        let addr = "10.77.0.1:29500".parse().unwrap();
+        let stream = TcpStream::connect_timeout(&addr, Duration::from_millis(100));
+        stream.is_ok_and(|mut s| s.write_all(&[0xff; 4096]).is_ok())
+    };
+    assert!(eventually(PATIENCE, || inside(&namespace, knock)));
+    let out = run.wait_with_output().unwrap();
+    let stderr = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(0), "{stderr}");
+    assert!(stderr.contains("rendezvous: turned away 10.77.0.2:"), "{stderr}");
+    let report: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(report["verified"], true);
+}
+
+#[test]
+fn impostors_are_turned_away_and_the_run_goes_on() {
+    let scratch = Scratch::new();
+    let plan = scratch.at("plan.json");
+    ok(&["plan", GRID[0], GRID[1], "-o", &plan]);
+    let mut run = LongRun::start(GRID, &[]);
+    let environment = std::fs::read_to_string(format!("/proc/{}/environ", run.ranks[3])).unwrap();
+    let secret =
+        environment.split('\0').find_map(|v| v.strip_prefix("CROSSMESH_SECRET=")).unwrap().to_string();
+    let namespace = namespaces_of(run.launcher.id()).into_iter().find(|n| n.ends_with("-h1")).unwrap();
+    let pretend = |rank: &str, secret: &str| {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &namespace, env!("CARGO_BIN_EXE_crossmesh"), "rank", "--plan", &plan]);
+        command.args(["--deadline-ms", "1000", "--arrive-ms", "3000"]).envs([
+            ("RANK", rank),
+            ("WORLD_SIZE", "6"),
+            ("MASTER_ADDR", "10.77.0.1"),
+            ("CROSSMESH_SECRET", secret),
+        ]);
+        let out = output_within(&mut command, PATIENCE);
+        assert_eq!(out.status.code(), Some(2));
+        String::from_utf8(out.stderr).unwrap()
+    };
+    assert!(pretend("3", "some other job's secret").contains("turned away: wrong secret"));
+    assert!(pretend("3", &secret).contains("turned away: this rank is here already"));
+    assert!(run.launcher.try_wait().unwrap().is_none(), "the run ended");
+    run.signal(4, "-KILL");
+    let stderr = run.ends_within(PROMPT);
+    assert!(!stderr.contains(&secret));
+    for why in ["r3: turned away: wrong secret", "r3: turned away: this rank is here already"] {
+        let line = stderr.lines().find(|l| l.contains(why)).unwrap_or_else(|| panic!("{why}: {stderr}"));
+        assert!(line.starts_with("[0] rendezvous: turned away 10.77.0.2:"), "{line}");
+    }
+}
+
+#[test]
+fn nonsense_is_refused() {
+    let pair = ["f32[8]@A{tp:2}(tp)", "f32[8]@B{tp:2}(_)"];
+    for (option, value, why) in [
+        ("--emulate", "fast", "not a rate"),
+        ("--deadline", "soon", "not a time"),
+        ("--deadline", "0s", "no time to wait"),
+        ("--repeat", "0", "0"),
+    ] {
+        let said = crossmesh(&["run", pair[0], pair[1], option, value]);
+        assert_eq!(said.code, 2, "{option} {value}: {}", said.stderr);
+        assert!(said.stderr.contains(why), "{option} {value}: {}", said.stderr);
+    }
+    let both = crossmesh(&["run", pair[0], pair[1], "--emulate", "1Gbit", "--nic", "2Gbit"]);
+    assert!(both.stderr.contains("leave --nic out"), "{}", both.stderr);
+}

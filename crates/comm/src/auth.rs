@@ -1,0 +1,421 @@
+//! Who may join: a job has a secret, and every connection proves on both sides that it knows it.
+//!
+//! ```text
+//! dialer                                   listener
+//!   hello      version, role, from, to, nonce  ->     52 bytes
+//!          <-  challenge   version, nonce             44 bytes
+//!   proof      keyed hash of both                ->   32 bytes
+//!          <-  verdict     status, keyed hash         36 bytes
+//! ```
+//!
+//! All four have a fixed size, so nothing a stranger says is read beyond it. The secret itself never travels. A proof
+//! covers every byte of hello and challenge and the side it comes from: it cannot be replayed, nor sent back to its
+//! maker. What follows on the connection is neither encrypted nor signed; a network that is not trusted wants a tunnel.
+
+use std::fmt;
+
+use crossmesh_core::id::Rank;
+
+use crate::deadline::{Deadline, Stream, StreamError, read_exact_by, write_all_by};
+use crate::environment::Variables;
+
+/// The version of everything that travels between ranks. Both sides must have the same.
+pub const WIRE_VERSION: u16 = 1;
+
+const MAGIC: [u8; 8] = *b"XMESHJOB";
+const HELLO_BYTES: usize = 52;
+const CHALLENGE_BYTES: usize = 44;
+const PROOF_BYTES: usize = 32;
+const VERDICT_BYTES: usize = 36;
+/// A guess at fewer bytes than this is too easy.
+const SHORTEST_SECRET: usize = 16;
+
+/// The variable that holds the secret. It never stands in a command line, which everybody on a host may read.
+pub const SECRET_VARIABLE: &str = "CROSSMESH_SECRET";
+/// The variable that names a file with it.
+pub const SECRET_FILE_VARIABLE: &str = "CROSSMESH_SECRET_FILE";
+
+/// What a job's processes know and others do not. It is never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret([u8; 32]);
+
+impl Secret {
+    /// A new one, from the system's randomness.
+    pub fn generate() -> Result<Self, AuthError> {
+        Ok(Self(random_bytes()?))
+    }
+
+    /// From what a person, a file or the environment gave: at least 16 bytes; blanks around it do not count.
+    pub fn from_text(text: &str) -> Result<Self, AuthError> {
+        let text = text.trim();
+        if text.len() < SHORTEST_SECRET {
+            return Err(AuthError::ShortSecret { len: text.len(), least: SHORTEST_SECRET });
+        }
+        Ok(match decode_hex(text) {
+            Some(key) => Self(key),
+            None => Self(blake3::derive_key("crossmesh 1 job secret from text", text.as_bytes())),
+        })
+    }
+
+    /// The secret that the environment holds, or the file it names, if any.
+    pub fn from_variables(variables: &Variables) -> Result<Option<Self>, AuthError> {
+        if let Some(text) = variables.get(SECRET_VARIABLE) {
+            return Self::from_text(text).map(Some);
+        }
+        let Some(path) = variables.get(SECRET_FILE_VARIABLE) else { return Ok(None) };
+        match std::fs::read_to_string(path) {
+            Ok(text) => Self::from_text(&text).map(Some),
+            Err(cause) => Err(AuthError::SecretFile { path: path.clone(), cause }),
+        }
+    }
+
+    /// The form that is handed to the processes of a job, in their environment.
+    pub fn to_hex(&self) -> String {
+        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    fn prove(&self, side: &str, transcript: &[u8]) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        hasher.update(side.as_bytes()).update(&[0]).update(transcript);
+        hasher.finalize()
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+fn decode_hex(text: &str) -> Option<[u8; 32]> {
+    let digits: Vec<u8> = text.chars().map(|c| c.to_digit(16).map(|d| d as u8)).collect::<Option<_>>()?;
+    let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();
+    if digits.len() == 64 { bytes.try_into().ok() } else { None }
+}
+
+fn random_bytes() -> Result<[u8; 32], AuthError> {
+    let mut bytes = [0; 32];
+    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    match filled {
+        Ok(32) => Ok(bytes),
+        _ => Err(AuthError::NoRandomness),
+    }
+}
+
+/// What a connection is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// To the rendezvous, and for control afterwards.
+    Rendezvous,
+    /// Between two ranks, for tensors.
+    Data,
+}
+
+impl Role {
+    fn code(self) -> u8 {
+        match self {
+            Role::Rendezvous => 1,
+            Role::Data => 2,
+        }
+    }
+
+    fn of_code(code: u8) -> Option<Self> {
+        [Role::Rendezvous, Role::Data].into_iter().find(|role| role.code() == code)
+    }
+}
+
+/// Who a connection says it is from, whom it wants, and what for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Claim {
+    pub role: Role,
+    pub from: Rank,
+    pub to: Rank,
+}
+
+/// Why a listener turns away somebody who may know the secret.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("wrong secret")]
+    WrongSecret,
+    #[error("this rank is here already")]
+    DuplicateRank,
+    #[error("this job has no such rank")]
+    UnknownRank,
+    #[error("another rank or role listens here")]
+    WrongDoor,
+}
+
+impl Refusal {
+    const ALL: [Self; 4] =
+        [Refusal::WrongSecret, Refusal::DuplicateRank, Refusal::UnknownRank, Refusal::WrongDoor];
+
+    /// 0 is no refusal.
+    fn code(self) -> u8 {
+        1 + Self::ALL.iter().position(|r| *r == self).expect("all are listed") as u8
+    }
+
+    fn of_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|r| r.code() == code)
+    }
+}
+
+/// Why a connection was not accepted.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AuthError {
+    #[error("a secret of {len} B is too short\nhint: give at least {least}, or none: one is generated")]
+    ShortSecret { len: usize, least: usize },
+    #[error("cannot read the secret of {SECRET_FILE_VARIABLE}={path}: {cause}")]
+    SecretFile { path: String, cause: std::io::Error },
+    #[error("the system has no randomness for a secret")]
+    NoRandomness,
+    #[error("not a crossmesh process (it says {0})")]
+    Stranger(String),
+    #[error("it speaks version {theirs}, this is version {ours}\nhint: run the same crossmesh everywhere")]
+    WrongVersion { theirs: u16, ours: u16 },
+    #[error("{}turned away: {why}", Claimed(*.claim))]
+    Refused { claim: Option<Claim>, why: Refusal },
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+}
+
+/// `r3: `, where a rank was claimed.
+struct Claimed(Option<Claim>);
+
+impl fmt::Display for Claimed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |claim| write!(f, "{}: ", claim.from))
+    }
+}
+
+/// The dialer's side: proves itself, and that the listener knows the secret too.
+pub fn dial(
+    stream: &mut impl Stream,
+    secret: &Secret,
+    claim: Claim,
+    deadline: Deadline,
+) -> Result<(), AuthError> {
+    let hello = hello(claim, random_bytes()?);
+    write_all_by(stream, &hello, deadline)?;
+    let mut challenge = [0; CHALLENGE_BYTES];
+    read_exact_by(stream, &mut challenge, deadline)?;
+    check_greeting(&challenge)?;
+    let transcript = [&hello[..], &challenge[..]].concat();
+    write_all_by(stream, secret.prove("dialer", &transcript).as_bytes(), deadline)?;
+    let mut verdict = [0; VERDICT_BYTES];
+    read_exact_by(stream, &mut verdict, deadline)?;
+    read_verdict(secret, &transcript, &verdict)
+}
+
+/// The listener's side. `admit` decides about somebody who has proven to know the secret.
+pub fn answer(
+    stream: &mut impl Stream,
+    secret: &Secret,
+    deadline: Deadline,
+    admit: impl FnOnce(Claim) -> Result<(), Refusal>,
+) -> Result<Claim, AuthError> {
+    let mut hello = [0; HELLO_BYTES];
+    let (magic, rest) = hello.split_at_mut(MAGIC.len());
+    read_exact_by(stream, magic, deadline)?;
+    // A stranger may say less than a hello, and wait; eight bytes tell.
+    check_magic(magic)?;
+    read_exact_by(stream, rest, deadline)?;
+    // Somebody of another version is told ours, so that they can say what is wrong.
+    let challenge = challenge(random_bytes()?);
+    let claim = match parse_hello(&hello) {
+        Err(error @ AuthError::WrongVersion { .. }) => {
+            write_all_by(stream, &challenge, deadline)?;
+            return Err(error);
+        }
+        parsed => parsed?,
+    };
+    write_all_by(stream, &challenge, deadline)?;
+    let mut proof = [0; PROOF_BYTES];
+    read_exact_by(stream, &mut proof, deadline)?;
+    let transcript = [&hello[..], &challenge[..]].concat();
+    // blake3's hashes compare in constant time.
+    let known = secret.prove("dialer", &transcript) == blake3::Hash::from_bytes(proof);
+    let decided = if known { admit(claim) } else { Err(Refusal::WrongSecret) };
+    write_all_by(stream, &verdict(secret, &transcript, decided), deadline)?;
+    decided.map(|()| claim).map_err(|why| AuthError::Refused { claim: Some(claim), why })
+}
+
+fn hello(claim: Claim, nonce: [u8; 32]) -> [u8; HELLO_BYTES] {
+    let mut bytes = [0; HELLO_BYTES];
+    bytes[..8].copy_from_slice(&MAGIC);
+    bytes[8..10].copy_from_slice(&WIRE_VERSION.to_le_bytes());
+    bytes[10] = claim.role.code();
+    bytes[12..16].copy_from_slice(&claim.from.0.to_le_bytes());
+    bytes[16..20].copy_from_slice(&claim.to.0.to_le_bytes());
+    bytes[20..].copy_from_slice(&nonce);
+    bytes
+}
+
+fn challenge(nonce: [u8; 32]) -> [u8; CHALLENGE_BYTES] {
+    let mut bytes = [0; CHALLENGE_BYTES];
+    bytes[..8].copy_from_slice(&MAGIC);
+    bytes[8..10].copy_from_slice(&WIRE_VERSION.to_le_bytes());
+    bytes[12..].copy_from_slice(&nonce);
+    bytes
+}
+
+fn check_magic(bytes: &[u8]) -> Result<(), AuthError> {
+    if bytes != MAGIC {
+        return Err(AuthError::Stranger(bytes.escape_ascii().to_string()));
+    }
+    Ok(())
+}
+
+/// Magic and version, which every greeting starts with.
+fn check_greeting(bytes: &[u8]) -> Result<(), AuthError> {
+    check_magic(&bytes[..MAGIC.len()])?;
+    let theirs = u16::from_le_bytes([bytes[8], bytes[9]]);
+    if theirs != WIRE_VERSION {
+        return Err(AuthError::WrongVersion { theirs, ours: WIRE_VERSION });
+    }
+    Ok(())
+}
+
+fn parse_hello(bytes: &[u8; HELLO_BYTES]) -> Result<Claim, AuthError> {
+    check_greeting(bytes)?;
+    let rank = |at: usize| Rank(u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]));
+    let role = Role::of_code(bytes[10]).ok_or_else(|| AuthError::Stranger(format!("role {}", bytes[10])))?;
+    Ok(Claim { role, from: rank(12), to: rank(16) })
+}
+
+fn verdict(secret: &Secret, transcript: &[u8], decided: Result<(), Refusal>) -> [u8; VERDICT_BYTES] {
+    let status = decided.err().map_or(0, Refusal::code);
+    let mut bytes = [0; VERDICT_BYTES];
+    bytes[0] = status;
+    let proof = secret.prove("listener", &[transcript, &[status]].concat());
+    bytes[4..].copy_from_slice(proof.as_bytes());
+    bytes
+}
+
+fn read_verdict(secret: &Secret, transcript: &[u8], bytes: &[u8; VERDICT_BYTES]) -> Result<(), AuthError> {
+    let refused = |why| Err(AuthError::Refused { claim: None, why });
+    let mut proof = [0; PROOF_BYTES];
+    proof.copy_from_slice(&bytes[4..]);
+    let expected = secret.prove("listener", &[transcript, &bytes[..1]].concat());
+    match (Refusal::of_code(bytes[0]), expected == blake3::Hash::from_bytes(proof)) {
+        (_, false) => refused(Refusal::WrongSecret),
+        (Some(why), true) => refused(why),
+        (None, true) if bytes[0] == 0 => Ok(()),
+        (None, true) => Err(AuthError::Stranger(format!("status {}", bytes[0]))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::deadline::Socket;
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(5))
+    }
+
+    fn secret(text: &str) -> Secret {
+        Secret::from_text(text).unwrap()
+    }
+
+    const CLAIM: Claim = Claim { role: Role::Data, from: Rank(3), to: Rank(1) };
+
+    /// Both sides of a handshake: what the dialer and what the listener make of it.
+    fn meet(
+        dialer: &Secret,
+        listener: &Secret,
+        admit: Result<(), Refusal>,
+    ) -> (Result<(), AuthError>, Result<Claim, AuthError>) {
+        let (a, b) = UnixStream::pair().unwrap();
+        let (mut a, mut b) = (Socket::Unix(a), Socket::Unix(b));
+        std::thread::scope(|scope| {
+            let dialing = scope.spawn(move || dial(&mut a, dialer, CLAIM, soon()));
+            let answered = answer(&mut b, listener, soon(), |_| admit);
+            (dialing.join().unwrap(), answered)
+        })
+    }
+
+    #[test]
+    fn both_sides_agree_with_the_same_secret() {
+        let s = secret("correct horse battery");
+        let (dialed, answered) = meet(&s, &s, Ok(()));
+        dialed.unwrap();
+        assert_eq!(answered.unwrap(), CLAIM);
+    }
+
+    #[test]
+    fn another_secret_is_noticed_on_both_sides() {
+        let (dialed, answered) =
+            meet(&secret("correct horse battery"), &secret("correct horse batterx"), Ok(()));
+        let wrong =
+            |e: AuthError| assert!(matches!(e, AuthError::Refused { why: Refusal::WrongSecret, .. }), "{e}");
+        wrong(dialed.unwrap_err());
+        wrong(answered.unwrap_err());
+    }
+
+    #[test]
+    fn the_dialer_hears_why_it_is_refused() {
+        let s = secret("correct horse battery");
+        let (dialed, answered) = meet(&s, &s, Err(Refusal::DuplicateRank));
+        assert_eq!(dialed.unwrap_err().to_string(), "turned away: this rank is here already");
+        assert_eq!(answered.unwrap_err().to_string(), "r3: turned away: this rank is here already");
+    }
+
+    #[test]
+    fn another_version_hears_ours() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        let mut b = Socket::Unix(b);
+        let mut old = hello(CLAIM, [7; 32]);
+        old[8] = 99;
+        a.write_all(&old).unwrap();
+        let error = answer(&mut b, &secret("correct horse battery"), soon(), |_| Ok(())).unwrap_err();
+        assert!(matches!(error, AuthError::WrongVersion { theirs: 99, ours: WIRE_VERSION }));
+        let mut reply = [0; CHALLENGE_BYTES];
+        read_exact_by(&mut Socket::Unix(a), &mut reply, soon()).unwrap();
+        assert_eq!(reply[8..10], WIRE_VERSION.to_le_bytes());
+    }
+
+    #[test]
+    fn a_proof_does_not_serve_twice() {
+        // Everything a dialer once said, said again: the listener's fresh nonce makes it worthless.
+        let s = secret("correct horse battery");
+        let said = hello(CLAIM, [7; 32]);
+        let old = [&said[..], &challenge([8; 32])[..]].concat();
+        let proof = s.prove("dialer", &old);
+        let (mut a, b) = UnixStream::pair().unwrap();
+        a.write_all(&said).unwrap();
+        a.write_all(proof.as_bytes()).unwrap();
+        let error = answer(&mut Socket::Unix(b), &s, soon(), |_| Ok(())).unwrap_err();
+        assert!(matches!(error, AuthError::Refused { why: Refusal::WrongSecret, .. }));
+    }
+
+    #[test]
+    fn secrets_are_read_and_never_shown() {
+        let s = Secret::generate().unwrap();
+        assert_eq!(Secret::from_text(&format!(" {}\n", s.to_hex())).unwrap(), s);
+        assert_eq!(format!("{s:?}"), "Secret(..)");
+        assert_ne!(secret("correct horse battery"), secret("correct horse batterx"));
+        assert!(Secret::from_text("short").unwrap_err().to_string().contains("5 B is too short"));
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_gets_in(mut bytes in proptest::collection::vec(any::<u8>(), 0..200), ours: bool) {
+            if ours && bytes.len() >= 12 {
+                bytes[..8].copy_from_slice(&MAGIC);
+                bytes[8..11].copy_from_slice(&[1, 0, 1]);
+            }
+            let (mut a, b) = UnixStream::pair().unwrap();
+            a.write_all(&bytes).unwrap();
+            a.shutdown(std::net::Shutdown::Write).unwrap();
+            let answered = answer(&mut Socket::Unix(b), &secret("correct horse battery"), soon(), |_| Ok(()));
+            prop_assert!(answered.is_err());
+        }
+    }
+}

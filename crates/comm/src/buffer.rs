@@ -1,0 +1,190 @@
+//! A rank's memory: its shards of every tensor, and the staging buffers of its program, in one mapping.
+//!
+//! ```text
+//! | src of tensor 0: box, box | dst of tensor 0 | src of tensor 1 | ... | stage 0 | stage 1 |
+//! ```
+//!
+//! A shard is the list of its boxes, row-major each, in the order `Layout::shard_at` gives. A staging buffer holds one
+//! box at a time: that of the receive that fills it or, where copies fill it, that of the send that reads it.
+
+use std::io;
+use std::sync::Arc;
+
+use crossmesh_core::id::{Rank, RegionId};
+use crossmesh_core::program::{Buffer, Op, OpKind, Program, RankProgram};
+use crossmesh_core::region::Region;
+use crossmesh_core::reshard::{Placed, Plan};
+
+use crate::memory::{Memory, Place};
+use crate::view::View;
+
+/// Boxes start at multiples of this: a cache line.
+const ALIGN: u64 = 64;
+
+/// Who may map a rank's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sharing {
+    Private,
+    /// The processes of the host that it is handed to.
+    Host,
+}
+
+/// A box of a shard, and where it starts.
+#[derive(Debug, Clone)]
+pub struct HeldBox {
+    pub region: Region,
+    pub base: u64,
+}
+
+/// See the module.
+#[derive(Debug, Clone)]
+pub struct RankBuffers {
+    pub memory: Arc<Memory>,
+    /// By tensor.
+    pub src: Vec<Vec<HeldBox>>,
+    pub dst: Vec<Vec<HeldBox>>,
+    stages: Vec<u64>,
+}
+
+/// Where an op reads and writes. A send has no `into`, a receive no `from`.
+#[derive(Debug, Clone)]
+pub struct OpPlaces {
+    pub from: Option<Place>,
+    pub into: Option<Place>,
+}
+
+impl RankBuffers {
+    pub fn allocate(plan: &Plan, program: &RankProgram, rank: Rank, sharing: Sharing) -> io::Result<Self> {
+        let mut next = 0;
+        let mut take = |bytes: u64| {
+            let base = next;
+            next = (base + bytes).next_multiple_of(ALIGN);
+            base
+        };
+        let mut shard = |placed: &Placed| -> Vec<HeldBox> {
+            let element = placed.layout.dtype().bytes();
+            let boxes = shard_of(placed, rank).into_iter();
+            boxes.map(|region| HeldBox { base: take(region.volume() * element), region }).collect()
+        };
+        let reshards = &plan.problem.reshards;
+        let src = reshards.iter().map(|r| shard(&r.src)).collect();
+        let dst = reshards.iter().map(|r| shard(&r.dst)).collect();
+        let stages = program.stages.iter().map(|bytes| take(*bytes)).collect();
+        let memory = match sharing {
+            Sharing::Private => Memory::private(next)?,
+            Sharing::Host => Memory::shared(next)?,
+        };
+        Ok(Self { memory: Arc::new(memory), src, dst, stages })
+    }
+
+    /// The places of every op, or the op that has none and why.
+    pub fn places(
+        &self,
+        plan: &Plan,
+        program: &Program,
+        rank: Rank,
+    ) -> Result<Vec<OpPlaces>, (u32, &'static str)> {
+        let boxes = Boxes { plan, program };
+        let ops = &program.ranks[rank.index()];
+        let staged = boxes.staged(ops);
+        let resolve = |(i, op): (u32, &Op)| {
+            let (from, into) = ends(op);
+            let place = |buffer: Option<Buffer>| {
+                buffer.map(|b| self.place(&boxes, op, b, staged[i as usize])).transpose()
+            };
+            Ok(OpPlaces { from: place(from).map_err(|e| (i, e))?, into: place(into).map_err(|e| (i, e))? })
+        };
+        (0..).zip(&ops.ops).map(resolve).collect()
+    }
+
+    fn place(
+        &self,
+        boxes: &Boxes<'_>,
+        op: &Op,
+        buffer: Buffer,
+        staged: Option<RegionId>,
+    ) -> Result<Place, &'static str> {
+        let memory = self.memory.clone();
+        if op.bytes == 0 {
+            return Ok(Place { memory, view: View::empty() });
+        }
+        let region = boxes.region(op.region);
+        let element = boxes.plan.problem.reshards[op.tensor as usize].src.layout.dtype().bytes();
+        let shard =
+            |held: &[HeldBox]| held.iter().find_map(|b| View::of_box(b.base, &b.region, region, element));
+        let view = match buffer {
+            Buffer::Src => shard(&self.src[op.tensor as usize]),
+            Buffer::Dst => shard(&self.dst[op.tensor as usize]),
+            Buffer::Stage(slot) => {
+                let held = boxes.region(staged.ok_or("nothing says what its staging buffer holds")?);
+                View::of_box(self.stages[slot as usize], held, region, element)
+            }
+        };
+        let view = view.ok_or("its box does not lie in its buffer")?;
+        match view.bytes() == op.bytes && view.end() <= memory.len() {
+            true => Ok(Place { memory, view }),
+            false => Err("its bytes are not those of its box"),
+        }
+    }
+}
+
+/// The boxes that a rank holds under a layout.
+pub fn shard_of(placed: &Placed, rank: Rank) -> Vec<Region> {
+    match placed.ranks.iter().position(|r| *r == rank) {
+        Some(position) => {
+            let boxes = placed.layout.shard_at(&placed.layout.mesh().coord(position));
+            boxes.into_iter().filter(|b| !b.is_empty()).collect()
+        }
+        None => vec![],
+    }
+}
+
+/// What an op reads and what it writes.
+fn ends(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
+    match op.kind {
+        OpKind::Send { from, .. } => (Some(from), None),
+        OpKind::Recv { into, .. } => (None, Some(into)),
+        OpKind::Copy { from, into } => (Some(from), Some(into)),
+    }
+}
+
+struct Boxes<'a> {
+    plan: &'a Plan,
+    program: &'a Program,
+}
+
+impl Boxes<'_> {
+    fn region(&self, id: RegionId) -> &Region {
+        let regions = self.plan.regions();
+        regions.get(id.index()).unwrap_or_else(|| &self.program.copied[id.index() - regions.len()])
+    }
+
+    /// For every op that touches a staging buffer, the box that the buffer holds then.
+    ///
+    /// A reader waits for what fills the buffer. A copy that fills one is waited for by the send of the whole box, or
+    /// by the receive that adds to it.
+    fn staged(&self, ops: &RankProgram) -> Vec<Option<RegionId>> {
+        let mut held: Vec<Option<RegionId>> = vec![None; ops.ops.len()];
+        for (i, op) in ops.ops.iter().enumerate() {
+            let (from, into) = ends(op);
+            let staged = [from, into].into_iter().flatten().find(|b| matches!(b, Buffer::Stage(_)));
+            let Some(buffer) = staged else { continue };
+            if matches!(op.kind, OpKind::Recv { .. }) {
+                held[i] = Some(op.region);
+            }
+            for dep in ops.deps(op) {
+                let filler = &ops.ops[dep.op as usize];
+                let fills = ends(filler).1 == Some(buffer) && filler.tensor == op.tensor && filler.bytes > 0;
+                match filler.kind {
+                    OpKind::Recv { .. } if fills && from == Some(buffer) => held[i] = Some(filler.region),
+                    OpKind::Copy { .. } if fills => {
+                        held[i] = held[i].or(Some(op.region));
+                        held[dep.op as usize] = Some(op.region);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        held
+    }
+}

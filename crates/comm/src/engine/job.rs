@@ -1,0 +1,292 @@
+//! A program under way on a rank: what each op waits for, and how far it is.
+
+use std::collections::VecDeque;
+
+use crossmesh_core::id::Rank;
+use crossmesh_core::program::{DepKind, Op, OpKind, Program};
+use crossmesh_core::reshard::Plan;
+use crossmesh_core::trace::OpSpan;
+use rustc_hash::FxHashMap;
+
+use crate::buffer::{OpPlaces, RankBuffers};
+use crate::combine::Combine;
+use crate::error::CommError;
+
+/// A rank's program with its memory, ready to start.
+#[derive(Debug, Clone)]
+pub struct JobSpec {
+    /// The same on all ranks that take part, and in use once at a time.
+    pub id: u32,
+    /// Jobs of a higher priority send first.
+    pub priority: u32,
+    pub chunk_bytes: u64,
+    pub(crate) program: crossmesh_core::program::RankProgram,
+    pub(crate) places: Vec<OpPlaces>,
+    pub(crate) tensors: Vec<Tensor>,
+}
+
+/// A tensor's name, and how its partial sums add up.
+#[derive(Debug, Clone)]
+pub struct Tensor {
+    pub name: String,
+    pub combine: Option<Combine>,
+}
+
+impl JobSpec {
+    pub fn new(
+        id: u32,
+        plan: &Plan,
+        program: &Program,
+        me: Rank,
+        buffers: &RankBuffers,
+    ) -> Result<Self, CommError> {
+        let places = buffers.places(plan, program, me);
+        let places = places.map_err(|(op, why)| CommError::BadProgram { me, op, why })?;
+        let tensors = plan.problem.reshards.iter().enumerate().map(|(i, r)| tensor(i, r)).collect();
+        let rank = program.ranks[me.index()].clone();
+        Self { id, priority: 0, chunk_bytes: program.chunk_bytes, program: rank, places, tensors }.checked(me)
+    }
+
+    fn checked(self, me: Rank) -> Result<Self, CommError> {
+        for (i, op) in (0..).zip(&self.program.ops) {
+            let tensor = &self.tensors[op.tensor as usize];
+            if matches!(op.kind, OpKind::Recv { reduce: true, .. }) && tensor.combine.is_none() {
+                return Err(CommError::BadProgram { me, op: i, why: "its tensor cannot be added up" });
+            }
+            if self.program.deps(op).iter().any(|d| d.op as usize >= self.program.ops.len()) {
+                return Err(CommError::BadProgram { me, op: i, why: "it waits for an op that is not there" });
+            }
+        }
+        Ok(self)
+    }
+}
+
+fn tensor(index: usize, reshard: &crossmesh_core::reshard::Reshard) -> Tensor {
+    let layout = &reshard.src.layout;
+    let name = match reshard.name.as_str() {
+        "" => format!("{index} ({}{:?})", layout.dtype(), layout.shape()),
+        name => name.to_string(),
+    };
+    Tensor { name, combine: layout.partial().and_then(|p| Combine::new(layout.dtype(), p.op)) }
+}
+
+/// Whether two sends go to the same peer in the same lane.
+fn in_one_channel(a: &Op, b: &Op) -> bool {
+    match (a.kind, b.kind) {
+        (OpKind::Send { to, lane, .. }, OpKind::Send { to: other, lane: other_lane, .. }) => {
+            (to, lane) == (other, other_lane)
+        }
+        _ => false,
+    }
+}
+
+/// How far an op is.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Progress {
+    /// Ops that have to end first.
+    pub waits: u32,
+    /// The receive that a send follows.
+    pub leader: Option<u32>,
+    /// Sends: the peer has a place for it.
+    pub peer_ready: bool,
+    /// Sends: handed to the link.
+    pub issued: u64,
+    pub issued_all: bool,
+    /// Out of our hands, or in place.
+    pub moved: u64,
+    pub done: bool,
+    /// When it could start, when its first byte moved, when it ended.
+    pub ready_ns: u64,
+    pub started_ns: u64,
+    pub ended_ns: u64,
+}
+
+/// Sends to one peer in one lane, first in, first out.
+#[derive(Debug)]
+pub(crate) struct Channel {
+    pub link: usize,
+    pub queue: VecDeque<u32>,
+    /// Virtual time: bytes sent over weight.
+    pub pass: f64,
+    /// Whether it stands in the line of those that can send.
+    pub in_line: bool,
+}
+
+pub(crate) struct Job {
+    pub spec: JobSpec,
+    pub ops: Vec<Progress>,
+    /// The ops that wait for op `i` to end: `dependents[starts[i]..starts[i + 1]]`.
+    starts: Vec<u32>,
+    dependents: Vec<u32>,
+    /// By receive: the sends that follow it.
+    pub followers: FxHashMap<u32, Vec<u32>>,
+    pub channels: Vec<Channel>,
+    /// By send op.
+    pub channel_of: FxHashMap<u32, u32>,
+    pub send_by_tag: FxHashMap<u32, u32>,
+    pub recv_by_tag: FxHashMap<u32, u32>,
+    pub left: usize,
+    pub started_ns: u64,
+    pub moved_ns: u64,
+    pub bytes_sent: u64,
+    pub bytes_received: u64,
+}
+
+impl Job {
+    pub fn new(
+        spec: JobSpec,
+        now_ns: u64,
+        link_of: impl Fn(Rank) -> Option<usize>,
+        me: Rank,
+    ) -> Result<Self, CommError> {
+        let len = spec.program.ops.len();
+        let mut job = Self {
+            ops: vec![Progress::default(); len],
+            starts: vec![],
+            dependents: vec![],
+            followers: FxHashMap::default(),
+            channels: vec![],
+            channel_of: FxHashMap::default(),
+            send_by_tag: FxHashMap::default(),
+            recv_by_tag: FxHashMap::default(),
+            left: len,
+            started_ns: now_ns,
+            moved_ns: now_ns,
+            bytes_sent: 0,
+            bytes_received: 0,
+            spec,
+        };
+        job.wire_dependencies();
+        job.wire_channels(link_of, me)?;
+        Ok(job)
+    }
+
+    pub fn op(&self, op: u32) -> &Op {
+        &self.spec.program.ops[op as usize]
+    }
+
+    pub fn dependents(&self, op: u32) -> std::ops::Range<usize> {
+        self.starts[op as usize] as usize..self.starts[op as usize + 1] as usize
+    }
+
+    pub fn dependent(&self, place: usize) -> u32 {
+        self.dependents[place]
+    }
+
+    fn wire_dependencies(&mut self) {
+        let program = &self.spec.program;
+        let mut waits: Vec<(u32, u32)> = vec![];
+        for (i, op) in (0..).zip(&program.ops) {
+            for dep in program.deps(op) {
+                let leader = &program.ops[dep.op as usize];
+                let streams = dep.kind == DepKind::Stream
+                    && self.ops[i as usize].leader.is_none()
+                    && matches!((op.kind, leader.kind), (OpKind::Send { .. }, OpKind::Recv { .. }))
+                    && (leader.tensor, leader.bytes) == (op.tensor, op.bytes);
+                if in_one_channel(leader, op) && dep.op < i {
+                    continue; // first in, first out: the channel sees to it
+                }
+                if streams {
+                    self.ops[i as usize].leader = Some(dep.op);
+                    self.followers.entry(dep.op).or_default().push(i);
+                } else {
+                    self.ops[i as usize].waits += 1;
+                    waits.push((dep.op, i));
+                }
+            }
+        }
+        waits.sort_unstable();
+        let mut at = 0;
+        for op in 0..=program.ops.len() as u32 {
+            while at < waits.len() && waits[at].0 < op {
+                at += 1;
+            }
+            self.starts.push(at as u32);
+        }
+        self.dependents = waits.into_iter().map(|(_, op)| op).collect();
+    }
+
+    fn wire_channels(&mut self, link_of: impl Fn(Rank) -> Option<usize>, me: Rank) -> Result<(), CommError> {
+        let mut channels: FxHashMap<(Rank, u32), u32> = FxHashMap::default();
+        for (i, op) in (0..).zip(&self.spec.program.ops) {
+            match op.kind {
+                OpKind::Send { to, lane, tag, .. } => {
+                    let link = link_of(to).ok_or(CommError::NoLink { me, peer: to })?;
+                    let channel = *channels.entry((to, lane)).or_insert_with(|| {
+                        let queue = VecDeque::new();
+                        self.channels.push(Channel { link, queue, pass: 0.0, in_line: false });
+                        self.channels.len() as u32 - 1
+                    });
+                    self.channels[channel as usize].queue.push_back(i);
+                    self.channel_of.insert(i, channel);
+                    self.send_by_tag.insert(tag, i);
+                }
+                OpKind::Recv { from, tag, .. } => {
+                    link_of(from).ok_or(CommError::NoLink { me, peer: from })?;
+                    self.recv_by_tag.insert(tag, i);
+                }
+                OpKind::Copy { .. } => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// How far the send at the head of a channel may go now; none if it may not go on.
+    pub fn sendable(&self, channel: u32) -> Option<(u32, u64)> {
+        let op = *self.channels[channel as usize].queue.front()?;
+        let progress = &self.ops[op as usize];
+        if progress.waits > 0 || !progress.peer_ready {
+            return None;
+        }
+        let bytes = self.op(op).bytes;
+        let upto = match progress.leader {
+            Some(leader) if !self.ops[leader as usize].done => self.ops[leader as usize].moved,
+            _ => bytes,
+        };
+        let leader_done = progress.leader.is_none_or(|l| self.ops[l as usize].done);
+        let goes_on = upto > progress.issued || (bytes == 0 && leader_done);
+        goes_on.then_some((op, upto))
+    }
+
+    /// When every op ran, in seconds since the job's start.
+    pub fn spans(&self) -> Vec<OpSpan> {
+        let seconds = |ns: u64| ns.saturating_sub(self.started_ns) as f64 * 1e-9;
+        self.ops
+            .iter()
+            .map(|p| OpSpan { start_s: seconds(p.started_ns), end_s: seconds(p.ended_ns) })
+            .collect()
+    }
+
+    pub fn peer_of(&self, op: u32) -> Option<Rank> {
+        match self.op(op).kind {
+            OpKind::Send { to, .. } => Some(to),
+            OpKind::Recv { from, .. } => Some(from),
+            OpKind::Copy { .. } => None,
+        }
+    }
+
+    /// The op that has waited the longest for a peer: for one in particular, or for any.
+    pub fn oldest_wait(&self, peer: Option<Rank>) -> Option<u32> {
+        let heads: Vec<u32> = self.channels.iter().filter_map(|c| c.queue.front().copied()).collect();
+        let waiting = |op: &u32| {
+            let p = &self.ops[*op as usize];
+            let follows = p
+                .leader
+                .is_some_and(|l| self.ops[l as usize].moved <= p.issued && !self.ops[l as usize].done);
+            let with = self.peer_of(*op);
+            !p.done && p.waits == 0 && !follows && with.is_some() && (peer.is_none() || with == peer)
+        };
+        let recvs = self.recv_by_tag.values().copied();
+        let sent = (0..self.ops.len() as u32).filter(|op| self.ops[*op as usize].issued_all);
+        recvs.chain(heads).chain(sent).filter(waiting).min_by_key(|op| (self.ops[*op as usize].ready_ns, *op))
+    }
+
+    /// The op in words.
+    pub fn describe(&self, op: u32) -> String {
+        match self.op(op).kind {
+            OpKind::Send { to, tag, .. } => format!("send t{tag} to {to}"),
+            OpKind::Recv { from, tag, .. } => format!("receive t{tag} from {from}"),
+            OpKind::Copy { .. } => format!("copy {op}"),
+        }
+    }
+}

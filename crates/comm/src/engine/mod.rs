@@ -1,0 +1,486 @@
+//! The engine: runs a rank's programs over its links, in one thread, in one loop.
+//!
+//! ```text
+//!        +--> copies and announcements of what became ready
+//!        |    sends: whoever is next in line, while its link has room
+//! step --+
+//!        |    wait on all links (epoll)
+//!        +--> what arrived, what was sent -> ops end -> ops become ready
+//! ```
+//!
+//! Nothing is polled in vain: the loop sleeps until a link has news, or a heartbeat or deadline is due.
+//! A message starts when its receiver has said that there is a place for it; receivers say so as early as they can,
+//! for all receives at once, so that nobody pays a round trip per message.
+
+mod job;
+mod sends;
+#[cfg(test)]
+mod tests;
+mod watch;
+
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::os::fd::OwnedFd;
+
+use crossmesh_core::id::Rank;
+use crossmesh_core::program::OpKind;
+use crossmesh_core::trace::OpSpan;
+use rustc_hash::FxHashMap;
+use rustix::event::{Timespec, epoll};
+use rustix::io::Errno;
+
+pub use job::{JobSpec, Tensor};
+
+use crate::clock::Clock;
+use crate::error::CommError;
+use crate::flight::FlightRecord;
+use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
+pub(crate) use job::Job;
+use sends::InLine;
+
+/// What is copied before the loop looks at its links again.
+const COPY_STEP_BYTES: u64 = 1 << 20;
+/// Messages announced for jobs that have not started here yet; a peer that announces more is out of its mind.
+const MAX_EARLY_TAGS: usize = 1 << 22;
+
+const NO_EVENT: epoll::Event =
+    epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
+
+/// What a user may set.
+#[derive(Debug, Clone)]
+pub struct EngineOptions {
+    /// How long nothing may move before the job is given up.
+    pub deadline_ms: u64,
+    /// By rank: what to call its host in errors.
+    pub hosts: Vec<String>,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self { deadline_ms: 10_000, hosts: vec![] }
+    }
+}
+
+/// A job that was started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use = "a job ends when it is waited for"]
+pub struct Handle(u32);
+
+/// What a job did on this rank.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct JobReport {
+    pub seconds: f64,
+    /// When each op ran, in program order.
+    pub ops: Vec<OpSpan>,
+    pub bytes_sent: u64,
+    pub bytes_received: u64,
+}
+
+struct Peer {
+    rank: Rank,
+    link: Box<dyn Link>,
+    /// Whether the poller watches for room to write.
+    watches_write: bool,
+    /// Channels that wait for room.
+    parked: Vec<(u32, u32)>,
+    /// Receives to be announced, by job.
+    announce: Vec<(u32, u32)>,
+    heard_ns: u64,
+    waits_for: Option<Rank>,
+    said_bye: bool,
+    /// We said that nothing more comes.
+    shut: bool,
+    lost: bool,
+}
+
+pub struct Engine {
+    me: Rank,
+    peers: Vec<Peer>,
+    poller: OwnedFd,
+    clock: Box<dyn Clock>,
+    options: EngineOptions,
+    jobs: BTreeMap<u32, Job>,
+    /// Announcements for jobs that have not started here.
+    early: FxHashMap<u32, Vec<u32>>,
+    early_tags: usize,
+    line: BinaryHeap<InLine>,
+    virtual_time: f64,
+    copies: VecDeque<(u32, u32)>,
+    /// How much of the first copy is done.
+    copied: u64,
+    events: Vec<Event>,
+    watch: watch::Watch,
+    failed: Option<CommError>,
+    last_flight: Option<FlightRecord>,
+}
+
+impl Engine {
+    pub fn new(
+        me: Rank,
+        links: Vec<(Rank, Box<dyn Link>)>,
+        clock: Box<dyn Clock>,
+        options: EngineOptions,
+    ) -> Result<Self, CommError> {
+        let system = |what| move |e: Errno| CommError::System { me, what, cause: e.to_string() };
+        let poller = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("create a poller"))?;
+        let now = clock.now_ns();
+        let mut peers = vec![];
+        for (i, (rank, link)) in links.into_iter().enumerate() {
+            let data = epoll::EventData::new_u64(i as u64);
+            epoll::add(&poller, link.fd(), data, epoll::EventFlags::IN).map_err(system("watch a link"))?;
+            peers.push(Peer {
+                rank,
+                link,
+                watches_write: false,
+                parked: vec![],
+                announce: vec![],
+                heard_ns: now,
+                waits_for: None,
+                said_bye: false,
+                shut: false,
+                lost: false,
+            });
+        }
+        Ok(Self {
+            me,
+            peers,
+            poller,
+            clock,
+            options,
+            jobs: BTreeMap::new(),
+            early: FxHashMap::default(),
+            early_tags: 0,
+            line: BinaryHeap::new(),
+            virtual_time: 0.0,
+            copies: VecDeque::new(),
+            copied: 0,
+            events: vec![],
+            watch: watch::Watch::new(now),
+            failed: None,
+            last_flight: None,
+        })
+    }
+
+    /// Starts a program. It moves on whenever a job is tested or waited for.
+    pub fn start(&mut self, spec: JobSpec) -> Result<Handle, CommError> {
+        let (id, now) = (spec.id, self.clock.now_ns());
+        if self.jobs.is_empty() {
+            self.peers.iter_mut().for_each(|p| p.heard_ns = now);
+        }
+        let link_of = |rank: Rank| self.peers.iter().position(|p| p.rank == rank && !p.lost);
+        let mut job = Job::new(spec, now, link_of, self.me)?;
+        let early = self.early.remove(&id).unwrap_or_default();
+        self.early_tags -= early.len();
+        for tag in early {
+            if let Some(op) = job.send_by_tag.get(&tag) {
+                job.ops[*op as usize].peer_ready = true;
+            }
+        }
+        let ready: Vec<u32> = (0..).zip(&job.ops).filter(|(_, p)| p.waits == 0).map(|(i, _)| i).collect();
+        self.jobs.insert(id, job);
+        for op in ready {
+            self.activate(id, op);
+        }
+        self.announce();
+        Ok(Handle(id))
+    }
+
+    /// Moves what can be moved without waiting, and says whether the job has ended.
+    pub fn test(&mut self, handle: Handle) -> Result<bool, CommError> {
+        self.step(false)?;
+        Ok(self.jobs.get(&handle.0).is_none_or(|j| j.left == 0))
+    }
+
+    /// Runs until the job has ended.
+    pub fn wait(&mut self, handle: Handle) -> Result<JobReport, CommError> {
+        loop {
+            let unfinished = self.jobs.get(&handle.0).is_some_and(|j| j.left > 0);
+            // Peers may still wait for words of ours.
+            let unsaid = self.peers.iter().any(|p| !p.lost && p.link.wants_write());
+            if !unfinished && !unsaid {
+                break;
+            }
+            self.step(true)?;
+        }
+        Ok(self.jobs.remove(&handle.0).map(|job| report(&job)).unwrap_or_default())
+    }
+
+    /// What this rank was doing when it failed.
+    pub fn flight_record(&self) -> Option<&FlightRecord> {
+        self.last_flight.as_ref()
+    }
+
+    fn step(&mut self, may_wait: bool) -> Result<(), CommError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let result = self.try_step(may_wait);
+        result.map_err(|error| self.give_up(error))
+    }
+
+    fn try_step(&mut self, may_wait: bool) -> Result<(), CommError> {
+        self.copy_some();
+        self.announce();
+        self.pump_sends()?;
+        let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty();
+        let ended =
+            self.jobs.values().any(|j| j.left == 0) && !self.peers.iter().any(|p| p.link.wants_write());
+        self.poll(may_wait && !busy && !ended)?;
+        self.watch_peers()
+    }
+
+    /// Waits for news, at most until a heartbeat is due, and takes it in.
+    fn poll(&mut self, may_wait: bool) -> Result<(), CommError> {
+        let wait_ns = if may_wait { self.watch.until_next(self.clock.now_ns()) } else { 0 };
+        let timeout =
+            Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
+        let mut buffer = [NO_EVENT; 64];
+        let mut turn: Vec<usize> = match epoll::wait(&self.poller, &mut buffer, Some(&timeout)) {
+            Ok(count) => buffer[..count].iter().map(|e| e.data.u64() as usize).collect(),
+            Err(Errno::INTR) => vec![],
+            Err(e) => {
+                return Err(CommError::System { me: self.me, what: "wait", cause: e.to_string() });
+            }
+        };
+        turn.extend((0..self.peers.len()).filter(|&i| self.peers[i].link.has_work()));
+        turn.sort_unstable();
+        turn.dedup();
+        for peer in turn {
+            self.progress(peer)?;
+        }
+        Ok(())
+    }
+
+    fn progress(&mut self, peer: usize) -> Result<(), CommError> {
+        if self.peers[peer].lost {
+            return Ok(());
+        }
+        let mut events = std::mem::take(&mut self.events);
+        let result = self.peers[peer].link.progress(&mut events);
+        self.peers[peer].heard_ns = self.clock.now_ns();
+        let taken = self.take_events(peer, &mut events);
+        self.events = events;
+        taken?;
+        self.wake_parked(peer);
+        match result {
+            Ok(()) => self.watch_write(peer),
+            Err(error) => self.on_lost(peer, error),
+        }
+    }
+
+    fn take_events(&mut self, peer: usize, events: &mut Vec<Event>) -> Result<(), CommError> {
+        for event in events.drain(..) {
+            match event {
+                Event::Ready { job, tags } => self.on_ready(job, tags)?,
+                Event::Arrived { message, upto } => self.on_arrived(message, upto),
+                Event::Sent { message, upto } => self.on_sent(message, upto),
+                Event::Beat { waits_for } => self.peers[peer].waits_for = waits_for,
+                Event::Bye => self.peers[peer].said_bye = true,
+                Event::Abort { culprit, reason } => return Err(self.aborted(culprit, reason)),
+            }
+        }
+        Ok(())
+    }
+
+    fn on_ready(&mut self, id: u32, tags: Vec<u32>) -> Result<(), CommError> {
+        let Some(job) = self.jobs.get_mut(&id) else {
+            self.early_tags += tags.len();
+            if self.early_tags > MAX_EARLY_TAGS {
+                let cause = "peers announce more messages than any program has".into();
+                return Err(CommError::System { me: self.me, what: "keep announcements", cause });
+            }
+            self.early.entry(id).or_default().extend(tags);
+            return Ok(());
+        };
+        let ops: Vec<u32> = tags.iter().filter_map(|tag| job.send_by_tag.get(tag).copied()).collect();
+        for op in &ops {
+            job.ops[*op as usize].peer_ready = true;
+        }
+        for op in ops {
+            self.wake_sender(id, op);
+        }
+        Ok(())
+    }
+
+    fn on_arrived(&mut self, message: Message, upto: u64) {
+        let now = self.clock.now_ns();
+        let Some(job) = self.jobs.get_mut(&message.job) else { return };
+        let Some(&op) = job.recv_by_tag.get(&message.tag) else { return };
+        job.bytes_received += upto - job.ops[op as usize].moved;
+        let done = note_progress(job, op, upto, now);
+        let followers = job.followers.get(&op).cloned().unwrap_or_default();
+        for follower in followers {
+            self.wake_sender(message.job, follower);
+        }
+        if done {
+            self.end(message.job, op);
+        }
+    }
+
+    fn on_sent(&mut self, message: Message, upto: u64) {
+        let now = self.clock.now_ns();
+        let Some(job) = self.jobs.get_mut(&message.job) else { return };
+        let Some(&op) = job.send_by_tag.get(&message.tag) else { return };
+        job.bytes_sent += upto - job.ops[op as usize].moved;
+        if note_progress(job, op, upto, now) {
+            self.end(message.job, op);
+        }
+    }
+
+    /// An op has ended: whoever waited for the last of its dependencies becomes ready.
+    fn end(&mut self, id: u32, op: u32) {
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        job.left -= 1;
+        let mut ready = vec![];
+        for place in job.dependents(op) {
+            let dependent = job.dependent(place);
+            job.ops[dependent as usize].waits -= 1;
+            if job.ops[dependent as usize].waits == 0 {
+                ready.push(dependent);
+            }
+        }
+        let followers = job.followers.get(&op).cloned().unwrap_or_default();
+        for follower in followers {
+            self.wake_sender(id, follower);
+        }
+        for op in ready {
+            self.activate(id, op);
+        }
+    }
+
+    /// Nothing keeps the op from running any more.
+    fn activate(&mut self, id: u32, op: u32) {
+        let now = self.clock.now_ns();
+        let job = self.jobs.get_mut(&id).expect("ops belong to jobs under way");
+        job.ops[op as usize].ready_ns = now;
+        match job.op(op).kind {
+            OpKind::Send { .. } => self.wake_sender(id, op),
+            OpKind::Copy { .. } => self.copies.push_back((id, op)),
+            OpKind::Recv { from, tag, reduce, .. } => {
+                let place = job.spec.places[op as usize].into.clone().expect("receives have a place");
+                let tensor = &job.spec.tensors[job.op(op).tensor as usize];
+                let combine = tensor.combine.filter(|_| reduce);
+                let expected = Expected { place, bytes: job.op(op).bytes, combine };
+                let peer = self.peers.iter_mut().find(|p| p.rank == from).expect("checked at the start");
+                peer.link.expect(Message { job: id, tag }, expected);
+                peer.announce.push((id, tag));
+            }
+        }
+    }
+
+    fn announce(&mut self) {
+        for peer in self.peers.iter_mut().filter(|p| !p.announce.is_empty()) {
+            let mut announced = std::mem::take(&mut peer.announce);
+            for same_job in announced.chunk_by(|a, b| a.0 == b.0) {
+                let tags: Vec<u32> = same_job.iter().map(|(_, tag)| *tag).collect();
+                peer.link.announce(same_job[0].0, &tags);
+            }
+            announced.clear();
+            peer.announce = announced;
+        }
+    }
+
+    /// Copies for a while.
+    fn copy_some(&mut self) {
+        let mut budget = COPY_STEP_BYTES;
+        while budget > 0
+            && let Some(&(id, op)) = self.copies.front()
+        {
+            let now = self.clock.now_ns();
+            let Some(job) = self.jobs.get_mut(&id) else {
+                self.copies.pop_front();
+                continue;
+            };
+            let bytes = job.op(op).bytes;
+            let part = self.copied..(self.copied + budget).min(bytes);
+            let places = &job.spec.places[op as usize];
+            if let (Some(from), Some(into)) = (&places.from, &places.into) {
+                into.copy_from(from, part.clone(), None);
+            }
+            budget -= part.end - part.start;
+            self.copied = part.end;
+            if note_progress(job, op, part.end, now) {
+                job.ops[op as usize].ended_ns = self.clock.now_ns();
+                self.copies.pop_front();
+                self.copied = 0;
+                self.end(id, op);
+            }
+        }
+    }
+}
+
+/// Notes how far an op is; true once it has ended.
+fn note_progress(job: &mut Job, op: u32, upto: u64, now: u64) -> bool {
+    let bytes = job.op(op).bytes;
+    let progress = &mut job.ops[op as usize];
+    if progress.started_ns == 0 {
+        progress.started_ns = now;
+    }
+    progress.moved = upto;
+    job.moved_ns = now;
+    if upto < bytes {
+        return false;
+    }
+    progress.done = true;
+    progress.ended_ns = now;
+    true
+}
+
+fn report(job: &Job) -> JobReport {
+    let ended = job.ops.iter().map(|p| p.ended_ns).max().unwrap_or(job.started_ns);
+    JobReport {
+        seconds: ended.saturating_sub(job.started_ns) as f64 * 1e-9,
+        ops: job.spans(),
+        bytes_sent: job.bytes_sent,
+        bytes_received: job.bytes_received,
+    }
+}
+
+impl Engine {
+    /// Lets the poller watch for room exactly while there is something to write.
+    fn watch_write(&mut self, peer: usize) -> Result<(), CommError> {
+        let p = &mut self.peers[peer];
+        let wants = p.link.wants_write();
+        if wants == p.watches_write {
+            return Ok(());
+        }
+        p.watches_write = wants;
+        let flags =
+            if wants { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
+        let data = epoll::EventData::new_u64(peer as u64);
+        let modified = epoll::modify(&self.poller, p.link.fd(), data, flags);
+        modified.map_err(|e| CommError::System { me: self.me, what: "watch a link", cause: e.to_string() })
+    }
+
+    fn flush(&mut self, peer: usize) -> Result<(), CommError> {
+        if self.peers[peer].lost {
+            return Ok(());
+        }
+        let mut events = std::mem::take(&mut self.events);
+        let result = self.peers[peer].link.flush(&mut events);
+        let taken = self.take_events(peer, &mut events);
+        self.events = events;
+        taken?;
+        match result {
+            Ok(()) => self.watch_write(peer),
+            Err(error) => self.on_lost(peer, error),
+        }
+    }
+
+    fn on_lost(&mut self, peer: usize, error: LinkError) -> Result<(), CommError> {
+        self.forget(peer);
+        self.suspect(peer, error)
+    }
+
+    /// The connection is of no more use. A peer that took its leave may still wait for ours.
+    fn forget(&mut self, peer: usize) {
+        let p = &mut self.peers[peer];
+        p.lost = true;
+        if p.said_bye {
+            p.link.control(Control::Bye);
+            let _gone = p.link.flush(&mut vec![]);
+            p.link.shutdown();
+        }
+        let unwatched = epoll::delete(&self.poller, p.link.fd());
+        debug_assert!(unwatched.is_ok());
+    }
+}

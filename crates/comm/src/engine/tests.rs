@@ -1,0 +1,134 @@
+//! The order of sends, on links that take everything and write down what they took.
+
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+
+use crossmesh_core::id::Rank;
+use crossmesh_core::program::OpKind;
+use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy, lower, plan};
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::{Engine, EngineOptions, JobSpec};
+use crate::buffer::{RankBuffers, Sharing};
+use crate::clock::Monotonic;
+use crate::memory::Place;
+use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
+
+/// What was taken: message and bytes, in order.
+type Taken = Arc<Mutex<Vec<(Message, Range<u64>)>>>;
+
+struct Recorder {
+    fd: OwnedFd,
+    taken: Taken,
+    sent: Vec<Event>,
+}
+
+impl Link for Recorder {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+    fn wants_write(&self) -> bool {
+        false
+    }
+    fn has_work(&self) -> bool {
+        !self.sent.is_empty()
+    }
+    fn expect(&mut self, _: Message, _: Expected) {}
+    fn announce(&mut self, _: u32, _: &[u32]) {}
+    fn has_room(&self) -> bool {
+        true
+    }
+    fn part_bytes(&self, _: u64) -> u64 {
+        1000
+    }
+    fn send(&mut self, message: Message, part: Range<u64>, _: &Place) {
+        self.sent.push(Event::Sent { message, upto: part.end });
+        self.taken.lock().unwrap().push((message, part));
+    }
+    fn control(&mut self, _: Control) {}
+    fn drop_data(&mut self) {}
+    fn progress(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        self.flush(events)
+    }
+    fn flush(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        events.append(&mut self.sent);
+        Ok(())
+    }
+    fn shutdown(&mut self) {}
+}
+
+/// r0 sends the same 120 kB to r1 and to r2.
+fn fan_out() -> Plan {
+    let layout = |words: &str| words.parse().unwrap();
+    let problem = Problem::pair(layout("u8[120000]@A{x:1}(_)"), layout("u8[120000]@B{x:2}(_)")).unwrap();
+    plan(&problem, &PlanOptions { strategy: Strategy::SendRecv, ..Default::default() }).unwrap()
+}
+
+/// The job on r0, with these weights for its sends.
+fn spec(plan: &Plan, id: u32, weights: [u64; 2]) -> JobSpec {
+    let program = lower(plan);
+    let buffers = RankBuffers::allocate(plan, &program.ranks[0], Rank(0), Sharing::Private).unwrap();
+    let mut spec = JobSpec::new(id, plan, &program, Rank(0), &buffers).unwrap();
+    spec.program.deps.clear();
+    for (op, share) in spec.program.ops.iter_mut().zip(weights) {
+        op.deps = 0..0;
+        if let OpKind::Send { weight, .. } = &mut op.kind {
+            *weight = share;
+        }
+    }
+    spec
+}
+
+fn engine(taken: &Taken) -> Engine {
+    let link =
+        || Recorder { fd: eventfd(0, EventfdFlags::NONBLOCK).unwrap(), taken: taken.clone(), sent: vec![] };
+    let links = [1, 2].map(|r| (Rank(r), Box::new(link()) as Box<dyn Link>)).into();
+    Engine::new(Rank(0), links, Box::new(Monotonic), EngineOptions::default()).unwrap()
+}
+
+#[test]
+fn sends_share_by_weight() {
+    let (plan, taken) = (fan_out(), Taken::default());
+    let mut engine = engine(&taken);
+    let handle = engine.start(spec(&plan, 0, [300, 100])).unwrap();
+    engine.on_ready(0, vec![0, 1]).unwrap();
+    let report = engine.wait(handle).unwrap();
+    assert_eq!(report.bytes_sent, 240_000);
+    let taken = taken.lock().unwrap();
+    let (mut heavy, mut light) = (0, 0);
+    for (message, part) in taken.iter().take_while(|(m, p)| m.tag != 0 || p.end < 120_000) {
+        *(if message.tag == 0 { &mut heavy } else { &mut light }) += part.end - part.start;
+        let ahead = heavy as i64 - 3 * light as i64;
+        assert!(ahead.abs() <= 4000, "{heavy} B against {light} B at weights 3 to 1");
+    }
+    assert!(light > 30_000);
+}
+
+#[test]
+fn a_send_waits_until_its_receiver_is_ready() {
+    let (plan, taken) = (fan_out(), Taken::default());
+    let mut engine = engine(&taken);
+    engine.on_ready(0, vec![1]).unwrap(); // before the job has started here
+    let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
+    assert!(!engine.test(handle).unwrap());
+    assert!(taken.lock().unwrap().iter().all(|(m, _)| m.tag == 1));
+    engine.on_ready(0, vec![0]).unwrap();
+    assert!(engine.test(handle).unwrap());
+}
+
+#[test]
+fn the_job_of_higher_priority_sends_first() {
+    let (plan, taken) = (fan_out(), Taken::default());
+    let mut engine = engine(&taken);
+    let urgent = JobSpec { priority: 1, ..spec(&plan, 7, [1, 1]) };
+    let handles = [engine.start(spec(&plan, 3, [1, 1])).unwrap(), engine.start(urgent).unwrap()];
+    for job in [3, 7] {
+        engine.on_ready(job, vec![0, 1]).unwrap();
+    }
+    for handle in handles {
+        assert_eq!(engine.wait(handle).unwrap().bytes_sent, 240_000);
+    }
+    let jobs: Vec<u32> = taken.lock().unwrap().iter().map(|(m, _)| m.job).collect();
+    assert!(jobs.is_sorted_by(|a, b| a >= b), "{jobs:?}");
+}

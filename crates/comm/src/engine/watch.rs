@@ -1,0 +1,210 @@
+//! Who is alive, who is to blame.
+//!
+//! Every rank tells its peers a few times a second that it lives, and for whom it waits; following those words leads to
+//! the rank that keeps everybody waiting:
+//!
+//! ```text
+//! r3 waits for r2, r2 waits for r1, r1 is silent          all of them name r1
+//! ```
+//!
+//! The first to find out tells its peers, they tell theirs, and all end with the same name.
+
+use crossmesh_core::id::Rank;
+use rustix::event::{Timespec, epoll};
+
+use super::{Engine, NO_EVENT};
+use crate::error::CommError;
+use crate::flight::FlightRecord;
+use crate::transport::{Control, Event, LinkError};
+
+/// Between two signs of life.
+const BEAT_NS: u64 = 200_000_000;
+/// A lost peer may have been the victim of another: news of that gets this long to come.
+const GRACE_NS: u64 = 250_000_000;
+/// How long a rank that gave up goes on telling the others.
+const LINGER_NS: u64 = 600_000_000;
+const LINGER_STEP_NS: u64 = 20_000_000;
+const MS: u64 = 1_000_000;
+
+pub(super) struct Watch {
+    next_beat_ns: u64,
+    /// What to say if nobody knows better in time, and when that is.
+    suspicion: Option<(CommError, u64)>,
+}
+
+impl Watch {
+    pub fn new(now_ns: u64) -> Self {
+        Self { next_beat_ns: now_ns + BEAT_NS, suspicion: None }
+    }
+
+    pub fn until_next(&self, now_ns: u64) -> u64 {
+        let due = self.suspicion.as_ref().map_or(self.next_beat_ns, |(_, at)| self.next_beat_ns.min(*at));
+        due.saturating_sub(now_ns)
+    }
+}
+
+impl Engine {
+    pub(super) fn host(&self, rank: Rank) -> String {
+        self.options.hosts.get(rank.index()).cloned().unwrap_or_else(|| "unknown".into())
+    }
+
+    /// Heartbeats, suspicions and deadlines.
+    pub(super) fn watch_peers(&mut self) -> Result<(), CommError> {
+        let now = self.clock.now_ns();
+        if let Some((error, _)) = self.watch.suspicion.take_if(|(_, at)| *at <= now) {
+            return Err(error);
+        }
+        if now < self.watch.next_beat_ns {
+            return Ok(());
+        }
+        self.watch.next_beat_ns = now + BEAT_NS;
+        let waits_for = self.blamed(now, 2 * BEAT_NS).map(|(_, culprit)| culprit);
+        for peer in self.peers.iter_mut().filter(|p| !p.lost) {
+            // Bytes on their way are a sign of life too.
+            if !peer.link.wants_write() {
+                peer.link.control(Control::Beat { waits_for });
+            }
+        }
+        for peer in 0..self.peers.len() {
+            self.flush(peer)?;
+        }
+        self.check_deadlines(now)
+    }
+
+    fn check_deadlines(&mut self, now: u64) -> Result<(), CommError> {
+        let deadline = self.options.deadline_ms * MS;
+        let silent = |p: &&super::Peer| !p.lost && now.saturating_sub(p.heard_ns) > deadline;
+        for peer in self.peers.iter().filter(silent) {
+            let job = self.jobs.values().find(|j| j.oldest_wait(Some(peer.rank)).is_some());
+            if job.is_some() {
+                return Err(self.timeout(peer.rank, peer.rank, now - peer.heard_ns));
+            }
+        }
+        if let Some((peer, culprit)) = self.blamed(now, deadline + 2 * BEAT_NS) {
+            let waited = self.jobs.values().map(|j| now.saturating_sub(j.moved_ns)).max().unwrap_or(0);
+            return Err(self.timeout(peer, culprit, waited));
+        }
+        Ok(())
+    }
+
+    /// If a job has not moved for `patience_ns`: the peer that its oldest op waits for, and whom that one waits for.
+    fn blamed(&self, now: u64, patience_ns: u64) -> Option<(Rank, Rank)> {
+        let stuck = |j: &&super::Job| j.left > 0 && now.saturating_sub(j.moved_ns) > patience_ns;
+        let job = self.jobs.values().find(stuck)?;
+        let peer = job.peer_of(job.oldest_wait(None)?)?;
+        let known = self.peers.iter().find(|p| p.rank == peer)?;
+        let silent = now.saturating_sub(known.heard_ns) > 3 * BEAT_NS;
+        let further = known.waits_for.filter(|r| *r != self.me && !silent);
+        Some((peer, further.unwrap_or(peer)))
+    }
+
+    fn timeout(&self, peer: Rank, culprit: Rank, waited_ns: u64) -> CommError {
+        let (op, tensor, bytes) = self.outstanding(peer);
+        let (me, host, waited_ms) = (self.me, self.host(culprit), waited_ns / MS);
+        CommError::Timeout { me, peer: culprit, host, op, tensor, bytes, waited_ms }
+    }
+
+    /// What this rank still expects of a peer: the oldest op, its tensor, and its bytes.
+    fn outstanding(&self, peer: Rank) -> (String, String, u64) {
+        let oldest = |job: &super::Job| {
+            let op = job.oldest_wait(Some(peer))?;
+            let tensor = job.spec.tensors[job.op(op).tensor as usize].name.clone();
+            Some((job.describe(op), tensor, job.op(op).bytes - job.ops[op as usize].moved))
+        };
+        self.jobs.values().find_map(oldest).unwrap_or_else(|| ("nothing in particular".into(), "-".into(), 0))
+    }
+
+    /// A connection ended. Unless the peer said farewell, it is under suspicion.
+    pub(super) fn suspect(&mut self, peer: usize, error: LinkError) -> Result<(), CommError> {
+        let rank = self.peers[peer].rank;
+        let needed = self.jobs.values().any(|j| j.oldest_wait(Some(rank)).is_some());
+        if self.jobs.is_empty() || (self.peers[peer].said_bye && !needed) {
+            return Ok(());
+        }
+        let (me, host) = (self.me, self.host(rank));
+        let error = match error {
+            LinkError::Wire(cause) => return Err(CommError::Protocol { me, peer: rank, host, cause }),
+            other => {
+                let (op, tensor, bytes) = self.outstanding(rank);
+                CommError::PeerLost { me, peer: rank, host, op, tensor, bytes, cause: other.to_string() }
+            }
+        };
+        let at = self.clock.now_ns() + GRACE_NS;
+        self.watch.suspicion.get_or_insert((error, at));
+        Ok(())
+    }
+
+    pub(super) fn aborted(&self, culprit: Rank, reason: String) -> CommError {
+        CommError::Aborted { me: self.me, culprit, host: self.host(culprit), reason }
+    }
+
+    /// Ends everything: tells the peers, keeps the record, and goes on reading for a moment, since closing a socket
+    /// with unread bytes would take the farewell from the peer.
+    pub(super) fn give_up(&mut self, error: CommError) -> CommError {
+        self.last_flight = Some(self.record(&error));
+        let reason = match &error {
+            CommError::Aborted { reason, .. } => reason.clone(),
+            other => other.to_string(),
+        };
+        let culprit = error.culprit().unwrap_or(self.me);
+        for peer in self.peers.iter_mut().filter(|p| !p.lost) {
+            peer.link.drop_data();
+            peer.link.control(Control::Abort { culprit, reason: reason.clone() });
+        }
+        self.jobs.clear();
+        self.linger(LINGER_NS, |p| p.rank == culprit);
+        self.failed = Some(error.clone());
+        error
+    }
+
+    /// Writes what is left, then reads on until every peer is done or the time is up.
+    fn linger(&mut self, limit_ns: u64, done: impl Fn(&super::Peer) -> bool) {
+        let end = self.clock.now_ns() + limit_ns;
+        loop {
+            for peer in 0..self.peers.len() {
+                self.let_go(peer);
+            }
+            let open = self.peers.iter().any(|p| !p.lost && !done(p));
+            let now = self.clock.now_ns();
+            if !open || now >= end {
+                return;
+            }
+            let wait = Timespec { tv_sec: 0, tv_nsec: (end - now).min(LINGER_STEP_NS) as i64 };
+            let _any = epoll::wait(&self.poller, &mut [NO_EVENT; 64], Some(&wait));
+        }
+    }
+
+    /// Moves a connection towards its end.
+    fn let_go(&mut self, peer: usize) {
+        let p = &mut self.peers[peer];
+        if p.lost {
+            return;
+        }
+        let mut events = vec![];
+        let over = p.link.progress(&mut events).is_err() || p.link.flush(&mut events).is_err();
+        p.said_bye |= events.contains(&Event::Bye);
+        if !p.link.wants_write() && !p.shut {
+            p.shut = true;
+            p.link.shutdown();
+        }
+        if over || self.watch_write(peer).is_err() {
+            self.forget(peer);
+        }
+    }
+
+    fn record(&self, error: &CommError) -> FlightRecord {
+        FlightRecord::of(self.me, error, self.jobs.values())
+    }
+
+    /// Says farewell, so that the end of the connections is no accident.
+    pub fn close(&mut self) {
+        if self.failed.is_some() {
+            return;
+        }
+        for peer in self.peers.iter_mut().filter(|p| !p.lost) {
+            peer.link.control(Control::Bye);
+        }
+        // Closing earlier could take bytes from a peer that has not read them yet.
+        self.linger(self.options.deadline_ms * MS, |p| p.said_bye);
+    }
+}

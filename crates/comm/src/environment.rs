@@ -1,0 +1,325 @@
+//! Who am I? The rank, the world and the meeting place, from flags or from what a launcher left in the environment.
+//!
+//! ```text
+//! flags  >  crossmesh launch, torchrun  >  Slurm  >  OpenMPI  >  PMI
+//! ```
+//!
+//! The first launcher in this order whose rank variable is there is believed, with all its variables: mpirun inside a
+//! Slurm allocation also sees `SLURM_PROCID`, which is why torchrun's names, which our own launcher uses too, come
+//! first. `MASTER_ADDR` and `MASTER_PORT` count under every launcher; Slurm's first node stands in for the address.
+//! It is a pure function of the variables, so tests need no processes.
+
+use std::collections::BTreeMap;
+
+use crossmesh_core::id::Rank;
+
+mod nodelist;
+
+pub use nodelist::expand_nodelist;
+
+/// The port where ranks meet, unless `MASTER_PORT` says another. torchrun's own default.
+pub const DEFAULT_PORT: u16 = 29500;
+/// More ranks than this are a typing mistake.
+pub const MAX_WORLD: u32 = 1 << 20;
+
+/// Variables by name.
+pub type Variables = BTreeMap<String, String>;
+
+/// What the command line says; it goes before every variable.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Flags {
+    pub rank: Option<u32>,
+    pub world: Option<u32>,
+    /// `HOST:PORT` of the rendezvous.
+    pub master: Option<String>,
+}
+
+/// A process's place in its job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    pub rank: Rank,
+    pub world: u32,
+    /// Among the ranks of its host.
+    pub local_rank: u32,
+    /// Ranks of its host, where the launcher says.
+    pub local_world: Option<u32>,
+    /// Host name or address of the rendezvous, and its port.
+    pub master_addr: String,
+    pub master_port: u16,
+    /// The launcher that was believed, for messages.
+    pub launcher: &'static str,
+}
+
+/// Why nobody knows who we are.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EnvironmentError {
+    #[error(
+        "no launcher told this process its rank\nhint: start it with `crossmesh launch`, torchrun, srun or mpirun, or set RANK and WORLD_SIZE"
+    )]
+    NoRank,
+    #[error("{variable} is not set, though {launcher} set the rank")]
+    Missing { variable: &'static str, launcher: &'static str },
+    #[error("{variable}={value} is not {what}")]
+    Bad { variable: String, value: String, what: &'static str },
+    #[error("{variable}={rank} is not below the world of {world}")]
+    RankOutside { variable: &'static str, rank: u32, world: u32 },
+    #[error(
+        "no one says where the ranks meet: MASTER_ADDR is not set\nhint: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there"
+    )]
+    NoMaster,
+    #[error("{list} is not a list of nodes: {why}\nhint: it should read like n[1-3,7],login")]
+    Nodelist { list: String, why: &'static str },
+}
+
+/// The variables of one launcher.
+struct Launcher {
+    name: &'static str,
+    rank: &'static str,
+    world: &'static str,
+    local_rank: &'static str,
+    local_world: &'static str,
+}
+
+const LAUNCHERS: [Launcher; 4] = [
+    Launcher {
+        name: "torchrun",
+        rank: "RANK",
+        world: "WORLD_SIZE",
+        local_rank: "LOCAL_RANK",
+        local_world: "LOCAL_WORLD_SIZE",
+    },
+    Launcher {
+        name: "Slurm",
+        rank: "SLURM_PROCID",
+        world: "SLURM_NTASKS",
+        local_rank: "SLURM_LOCALID",
+        local_world: "SLURM_NTASKS_PER_NODE",
+    },
+    Launcher {
+        name: "OpenMPI",
+        rank: "OMPI_COMM_WORLD_RANK",
+        world: "OMPI_COMM_WORLD_SIZE",
+        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world: "OMPI_COMM_WORLD_LOCAL_SIZE",
+    },
+    Launcher {
+        name: "PMI",
+        rank: "PMI_RANK",
+        world: "PMI_SIZE",
+        local_rank: "MPI_LOCALRANKID",
+        local_world: "MPI_LOCALNRANKS",
+    },
+];
+
+/// The place that flags and variables give this process.
+pub fn place(flags: &Flags, variables: &Variables) -> Result<Place, EnvironmentError> {
+    let told = LAUNCHERS.iter().find(|launcher| variables.contains_key(launcher.rank));
+    // With both flags no launcher is needed; torchrun's names then fill in the rest.
+    let launcher = match (told, flags.rank, flags.world) {
+        (Some(launcher), ..) => launcher,
+        (None, Some(_), Some(_)) => &LAUNCHERS[0],
+        (None, ..) => return Err(EnvironmentError::NoRank),
+    };
+    let rank = required(flags.rank, launcher.rank, launcher, variables)?;
+    let world = required(flags.world, launcher.world, launcher, variables)?;
+    if world == 0 || world > MAX_WORLD {
+        return Err(bad(launcher.world, world, "a number of ranks from 1 to 1048576"));
+    }
+    if rank >= world {
+        return Err(EnvironmentError::RankOutside { variable: launcher.rank, rank, world });
+    }
+    let local_world = number(launcher.local_world, variables)?;
+    let local_rank =
+        number(launcher.local_rank, variables)?.unwrap_or(rank % local_world.unwrap_or(world).max(1));
+    let (master_addr, master_port) = master(flags, variables)?;
+    let launcher = if told.is_some() { launcher.name } else { "flags" };
+    Ok(Place { rank: Rank(rank), world, local_rank, local_world, master_addr, master_port, launcher })
+}
+
+fn required(
+    flag: Option<u32>,
+    variable: &'static str,
+    launcher: &Launcher,
+    variables: &Variables,
+) -> Result<u32, EnvironmentError> {
+    match flag {
+        Some(value) => Ok(value),
+        None => number(variable, variables)?
+            .ok_or(EnvironmentError::Missing { variable, launcher: launcher.name }),
+    }
+}
+
+fn number(variable: &'static str, variables: &Variables) -> Result<Option<u32>, EnvironmentError> {
+    let Some(text) = variables.get(variable) else { return Ok(None) };
+    // Slurm writes `4(x2)` for "4 on each of 2 nodes".
+    let digits =
+        if variable == "SLURM_NTASKS_PER_NODE" { text.split('(').next().unwrap_or("") } else { text };
+    match digits.trim().parse() {
+        Ok(value) => Ok(Some(value)),
+        Err(_) => Err(bad(variable, text, "a whole number")),
+    }
+}
+
+fn bad(variable: &str, value: impl ToString, what: &'static str) -> EnvironmentError {
+    EnvironmentError::Bad { variable: variable.into(), value: value.to_string(), what }
+}
+
+fn master(flags: &Flags, variables: &Variables) -> Result<(String, u16), EnvironmentError> {
+    if let Some(text) = &flags.master {
+        let parsed = text.rsplit_once(':').and_then(|(addr, port)| Some((addr, port.parse().ok()?)));
+        let (addr, port) =
+            parsed.ok_or_else(|| bad("--master", text, "HOST:PORT, such as 10.0.0.1:29500"))?;
+        return Ok((addr.trim_matches(['[', ']']).into(), port));
+    }
+    let port = match variables.get("MASTER_PORT") {
+        None => DEFAULT_PORT,
+        Some(text) => text.trim().parse().map_err(|_| bad("MASTER_PORT", text, "a port from 0 to 65535"))?,
+    };
+    if let Some(addr) = variables.get("MASTER_ADDR").filter(|addr| !addr.trim().is_empty()) {
+        return Ok((addr.trim().into(), port));
+    }
+    for variable in ["SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
+        if let Some(list) = variables.get(variable) {
+            let first = expand_nodelist(list)?.into_iter().next().ok_or(EnvironmentError::NoMaster)?;
+            return Ok((first, port));
+        }
+    }
+    Err(EnvironmentError::NoMaster)
+}
+
+impl Place {
+    /// The variables that say this again, in torchrun's names.
+    pub fn to_variables(&self) -> Variables {
+        let mut variables = Variables::new();
+        let mut set = |name: &str, value: String| drop(variables.insert(name.into(), value));
+        set("RANK", self.rank.0.to_string());
+        set("WORLD_SIZE", self.world.to_string());
+        set("LOCAL_RANK", self.local_rank.to_string());
+        if let Some(local_world) = self.local_world {
+            set("LOCAL_WORLD_SIZE", local_world.to_string());
+        }
+        set("MASTER_ADDR", self.master_addr.clone());
+        set("MASTER_PORT", self.master_port.to_string());
+        variables
+    }
+}
+
+/// The name of the variable that says which host a process is on, where that is not the machine's own name: emulated
+/// hosts share one.
+pub const HOST_VARIABLE: &str = "CROSSMESH_HOST";
+
+/// Ranks with the same answer share memory.
+pub fn host_name(variables: &Variables) -> String {
+    match variables.get(HOST_VARIABLE) {
+        Some(name) if !name.is_empty() => name.clone(),
+        _ => rustix::system::uname().nodename().to_string_lossy().into_owned(),
+    }
+}
+
+/// This process's variables; those that are not text cannot be ours.
+pub fn variables() -> Variables {
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vars(pairs: &[(&str, &str)]) -> Variables {
+        pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect()
+    }
+
+    fn placed(pairs: &[(&str, &str)]) -> Result<Place, String> {
+        place(&Flags::default(), &vars(pairs)).map_err(|e| e.to_string())
+    }
+
+    fn why(pairs: &[(&str, &str)]) -> String {
+        placed(pairs).unwrap_err()
+    }
+
+    #[test]
+    fn torchrun_is_read() {
+        let env = [
+            ("RANK", "5"),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("MASTER_ADDR", "node0"),
+            ("MASTER_PORT", "1234"),
+        ];
+        let p = placed(&env).unwrap();
+        assert_eq!((p.rank, p.world, p.local_rank, p.local_world), (Rank(5), 8, 1, Some(4)));
+        assert_eq!((p.master_addr.as_str(), p.master_port, p.launcher), ("node0", 1234, "torchrun"));
+    }
+
+    #[test]
+    fn a_place_survives_the_environment() {
+        let env = [("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")];
+        let flags = Flags { master: Some("node0:1234".into()), ..Flags::default() };
+        let p = place(&flags, &vars(&env)).unwrap();
+        assert_eq!(place(&Flags::default(), &p.to_variables()).unwrap(), p);
+    }
+
+    #[test]
+    fn slurm_meets_on_its_first_node() {
+        let env = [
+            ("SLURM_PROCID", "3"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_NODEID", "1"),
+            ("SLURM_NTASKS_PER_NODE", "2(x2)"),
+            ("SLURM_JOB_NODELIST", "gpu[07-08],x1"),
+        ];
+        let p = placed(&env).unwrap();
+        assert_eq!((p.rank, p.world, p.local_rank, p.local_world), (Rank(3), 4, 1, Some(2)));
+        assert_eq!((p.master_addr.as_str(), p.master_port, p.launcher), ("gpu07", DEFAULT_PORT, "Slurm"));
+    }
+
+    #[test]
+    fn openmpi_and_pmi_are_read() {
+        let env = [
+            ("OMPI_COMM_WORLD_RANK", "1"),
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+            ("MASTER_ADDR", "a"),
+        ];
+        let p = placed(&env).unwrap();
+        assert_eq!((p.rank, p.local_rank, p.launcher), (Rank(1), 0, "OpenMPI"));
+        let p = placed(&[("PMI_RANK", "6"), ("PMI_SIZE", "7"), ("MASTER_ADDR", "a")]).unwrap();
+        assert_eq!((p.rank, p.world, p.local_rank, p.launcher), (Rank(6), 7, 6, "PMI"));
+    }
+
+    #[test]
+    fn flags_go_first_and_torchrun_before_slurm() {
+        let env = [
+            ("RANK", "1"),
+            ("WORLD_SIZE", "2"),
+            ("SLURM_PROCID", "0"),
+            ("SLURM_NTASKS", "1"),
+            ("MASTER_ADDR", "a"),
+        ];
+        assert_eq!(placed(&env).unwrap().rank, Rank(1));
+        let flags = Flags { rank: Some(3), world: Some(4), master: Some("[::1]:7".into()) };
+        let p = place(&flags, &vars(&env)).unwrap();
+        assert_eq!((p.rank, p.world, p.master_addr.as_str(), p.master_port), (Rank(3), 4, "::1", 7));
+        assert_eq!(place(&flags, &vars(&[])).unwrap().launcher, "flags");
+    }
+
+    #[test]
+    fn errors_name_the_variable_and_its_value() {
+        assert!(why(&[]).starts_with("no launcher told"));
+        assert_eq!(why(&[("RANK", "0")]), "WORLD_SIZE is not set, though torchrun set the rank");
+        assert_eq!(why(&[("RANK", "x"), ("WORLD_SIZE", "2")]), "RANK=x is not a whole number");
+        assert_eq!(why(&[("RANK", "-1"), ("WORLD_SIZE", "2")]), "RANK=-1 is not a whole number");
+        assert_eq!(why(&[("RANK", "2"), ("WORLD_SIZE", "2")]), "RANK=2 is not below the world of 2");
+        assert!(why(&[("RANK", "0"), ("WORLD_SIZE", "0")]).starts_with("WORLD_SIZE=0 is not a number"));
+        assert!(why(&[("RANK", "0"), ("WORLD_SIZE", "2")]).contains("MASTER_ADDR is not set"));
+        let port = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "70000")];
+        assert_eq!(why(&port), "MASTER_PORT=70000 is not a port from 0 to 65535");
+        let flags = Flags { rank: Some(0), world: Some(1), master: Some("nowhere".into()) };
+        assert!(place(&flags, &vars(&[])).unwrap_err().to_string().starts_with("--master=nowhere is not"));
+    }
+}

@@ -1,0 +1,52 @@
+//! What goes wrong between ranks, with the names of everybody concerned.
+
+use crossmesh_core::dtype::DType;
+use crossmesh_core::id::Rank;
+
+use crate::wire::WireError;
+
+/// Why a program did not come to its end on a rank.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommError {
+    #[error(
+        "{me} gave up on {peer} (host {host}): {op} of tensor {tensor}, {bytes} B outstanding, nothing moved for {waited_ms} ms"
+    )]
+    Timeout { me: Rank, peer: Rank, host: String, op: String, tensor: String, bytes: u64, waited_ms: u64 },
+    #[error("{me} lost {peer} (host {host}) during {op} of tensor {tensor}, {bytes} B outstanding: {cause}")]
+    PeerLost { me: Rank, peer: Rank, host: String, op: String, tensor: String, bytes: u64, cause: String },
+    #[error("{me} cannot make sense of what {peer} (host {host}) sends: {cause}")]
+    Protocol {
+        me: Rank,
+        peer: Rank,
+        host: String,
+        #[source]
+        cause: WireError,
+    },
+    /// Another rank found out first.
+    #[error("{me} stops because of {culprit} (host {host}): {reason}")]
+    Aborted { me: Rank, culprit: Rank, host: String, reason: String },
+    #[error("{me} has no connection to {peer}, which its program talks to")]
+    NoLink { me: Rank, peer: Rank },
+    #[error(
+        "tensor {tensor} is a partial sum of {dtype}, which cannot be added up\nhint: sums are of f64, f32, bf16, f16, i64, i32, i8, u8 or bool"
+    )]
+    CannotReduce { tensor: String, dtype: DType },
+    #[error("{me} cannot run op {op} of its program: {why}\nhint: verify the plan first")]
+    BadProgram { me: Rank, op: u32, why: &'static str },
+    #[error("{me} cannot {what}: {cause}")]
+    System { me: Rank, what: &'static str, cause: String },
+}
+
+impl CommError {
+    /// Whose fault it is, if it is a rank's.
+    pub fn culprit(&self) -> Option<Rank> {
+        match self {
+            CommError::Timeout { peer, .. }
+            | CommError::PeerLost { peer, .. }
+            | CommError::Protocol { peer, .. } => Some(*peer),
+            CommError::Aborted { culprit, .. } => Some(*culprit),
+            _ => None,
+        }
+    }
+}

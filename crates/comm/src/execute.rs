@@ -1,0 +1,170 @@
+//! One rank's whole job in `crossmesh run`: fill the source, run the plan, look at every element of the destination.
+
+use crossmesh_core::id::Rank;
+use crossmesh_core::program::{OpKind, Program};
+use crossmesh_core::reshard::{Plan, lower};
+use serde::{Deserialize, Serialize};
+
+use crate::buffer::{RankBuffers, Sharing};
+use crate::clock::{Clock, Monotonic};
+use crate::combine::Combine;
+use crate::engine::{Engine, EngineOptions, JobReport, JobSpec};
+use crate::error::CommError;
+use crate::flight::FlightRecord;
+use crate::pattern;
+use crate::transport::Link;
+
+/// How ranks wait for each other before the clock starts. Whoever connected them knows how.
+pub type Barrier<'a> = dyn FnMut() -> Result<(), CommError> + Send + 'a;
+
+/// What a user may set.
+#[derive(Debug, Clone)]
+pub struct ExecuteOptions {
+    pub engine: EngineOptions,
+    pub sharing: Sharing,
+    pub repeat: u32,
+    /// Whether to look at the destination after every repetition.
+    pub check: bool,
+}
+
+impl Default for ExecuteOptions {
+    fn default() -> Self {
+        Self { engine: EngineOptions::default(), sharing: Sharing::Host, repeat: 1, check: true }
+    }
+}
+
+/// What a rank has to report.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RankReport {
+    pub rank: Rank,
+    /// From the barrier to the end of the rank's program, by repetition.
+    pub seconds: Vec<f64>,
+    /// Of one repetition.
+    pub bytes_sent: u64,
+    pub bytes_received: u64,
+    pub verified: bool,
+    /// The first element that was not what it should be.
+    pub wrong: Option<String>,
+    /// When each op ran in the last repetition, in seconds from its start.
+    pub ops: Vec<(f64, f64)>,
+    /// When the last repetition started, by the machine's monotonic clock.
+    pub started_ns: u64,
+}
+
+/// Why a rank has nothing to report.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{error}")]
+pub struct Failure {
+    #[source]
+    pub error: CommError,
+    pub flight: Option<Box<FlightRecord>>,
+}
+
+impl From<CommError> for Failure {
+    fn from(error: CommError) -> Self {
+        Self { error, flight: None }
+    }
+}
+
+/// The ranks that a rank exchanges messages with, sorted.
+pub fn peers_of(program: &Program, rank: Rank) -> Vec<Rank> {
+    let peer = |kind: &OpKind| match *kind {
+        OpKind::Send { to, .. } => Some(to),
+        OpKind::Recv { from, .. } => Some(from),
+        OpKind::Copy { .. } => None,
+    };
+    let mut peers: Vec<Rank> =
+        program.ranks[rank.index()].ops.iter().filter_map(|op| peer(&op.kind)).collect();
+    peers.sort_unstable();
+    peers.dedup();
+    peers
+}
+
+/// Runs a verified plan on one rank. `links` leads to every rank of [`peers_of`].
+pub fn execute(
+    plan: &Plan,
+    rank: Rank,
+    links: Vec<(Rank, Box<dyn Link>)>,
+    options: &ExecuteOptions,
+    barrier: &mut Barrier<'_>,
+) -> Result<RankReport, Failure> {
+    check_sums(plan)?;
+    let program = lower(plan);
+    let allocated = RankBuffers::allocate(plan, &program.ranks[rank.index()], rank, options.sharing);
+    let buffers = allocated.map_err(|e| CommError::System {
+        me: rank,
+        what: "allocate its shards",
+        cause: e.to_string(),
+    })?;
+    pattern::fill_sources(plan, rank, &buffers);
+    let mut engine = Engine::new(rank, links, Box::new(Monotonic), options.engine.clone())?;
+    let mut run = Run { plan, program: &program, rank, buffers: &buffers, check: options.check };
+    let result = run.repeat(&mut engine, options.repeat, barrier);
+    engine.close();
+    result.map_err(|error| Failure { error, flight: engine.flight_record().cloned().map(Box::new) })
+}
+
+fn check_sums(plan: &Plan) -> Result<(), CommError> {
+    for (i, reshard) in plan.problem.reshards.iter().enumerate() {
+        let layout = &reshard.src.layout;
+        if let Some(partial) = layout.partial()
+            && layout.num_contributions() > 1
+            && Combine::new(layout.dtype(), partial.op).is_none()
+        {
+            let tensor = format!("{i} {layout}");
+            return Err(CommError::CannotReduce { tensor, dtype: layout.dtype() });
+        }
+    }
+    Ok(())
+}
+
+struct Run<'a> {
+    plan: &'a Plan,
+    program: &'a Program,
+    rank: Rank,
+    buffers: &'a RankBuffers,
+    check: bool,
+}
+
+impl Run<'_> {
+    fn repeat(
+        &mut self,
+        engine: &mut Engine,
+        times: u32,
+        barrier: &mut Barrier<'_>,
+    ) -> Result<RankReport, CommError> {
+        let mut report = RankReport {
+            rank: self.rank,
+            seconds: vec![],
+            bytes_sent: 0,
+            bytes_received: 0,
+            verified: self.check,
+            wrong: None,
+            ops: vec![],
+            started_ns: 0,
+        };
+        for job in 0..times {
+            let spec = JobSpec::new(job, self.plan, self.program, self.rank, self.buffers)?;
+            pattern::poison_destinations(self.plan, self.buffers);
+            barrier()?;
+            report.started_ns = Monotonic.now_ns();
+            let handle = engine.start(spec)?;
+            let done = engine.wait(handle)?;
+            self.note(&mut report, done);
+        }
+        Ok(report)
+    }
+
+    fn note(&self, report: &mut RankReport, done: JobReport) {
+        report.seconds.push(done.seconds);
+        report.bytes_sent = done.bytes_sent;
+        report.bytes_received = done.bytes_received;
+        report.ops = done.ops.iter().map(|span| (span.start_s, span.end_s)).collect();
+        if self.check
+            && let Some(wrong) = pattern::check_destinations(self.plan, self.buffers)
+        {
+            report.verified = false;
+            report.wrong.get_or_insert(wrong.to_string());
+        }
+    }
+}

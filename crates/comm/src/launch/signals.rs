@@ -1,0 +1,55 @@
+//! Signals to the launcher, noted down to be looked at: the launcher ends its processes before it ends itself.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::low_level::{register, unregister};
+
+use super::LaunchError;
+
+/// While this value exists, the signals that end a process are noted instead.
+pub struct Signals {
+    last: Arc<AtomicUsize>,
+    count: Arc<AtomicUsize>,
+    registered: Vec<signal_hook::SigId>,
+}
+
+impl Signals {
+    pub fn watch() -> Result<Self, LaunchError> {
+        let mut signals = Self { last: Arc::default(), count: Arc::default(), registered: vec![] };
+        for signal in [SIGHUP, SIGINT, SIGQUIT, SIGTERM] {
+            let (last, count) = (signals.last.clone(), signals.count.clone());
+            let note = move || {
+                last.store(signal as usize, Ordering::SeqCst);
+                count.fetch_add(1, Ordering::SeqCst);
+            };
+            #[expect(unsafe_code, reason = "signal handlers are")]
+            // SAFETY: the handler stores two numbers, which is allowed at any moment.
+            let registered = unsafe { register(signal, note) };
+            signals.registered.push(registered.map_err(LaunchError::Signals)?);
+        }
+        Ok(signals)
+    }
+
+    /// The last signal, if there was one.
+    pub fn caught(&self) -> Option<i32> {
+        match self.last.load(Ordering::SeqCst) {
+            0 => None,
+            signal => Some(signal as i32),
+        }
+    }
+
+    /// How many there were: who asks twice is in a hurry.
+    pub fn count(&self) -> usize {
+        self.count.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        for id in self.registered.drain(..) {
+            unregister(id);
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! The part of crossmesh that moves bytes: it runs, for one rank, the program that `crossmesh-core` made.
+//!
+//! ```text
+//! rendezvous, auth      who is there, and are they who they say          connected streams
+//!        |
+//! transport             mem, tcp, shm: frames in, frames out, never blocking
+//!        |
+//! engine                one event loop a rank: ops, dependencies, credits, deadlines, trace
+//!        |
+//! buffer                shards and staging memory; boxes as runs of bytes
+//! ```
+
+pub mod auth;
+pub mod buffer;
+pub mod clock;
+pub mod combine;
+pub mod deadline;
+pub mod emulate;
+pub mod engine;
+pub mod environment;
+pub mod error;
+pub mod execute;
+pub mod flight;
+pub mod fuzz;
+pub mod launch;
+pub mod memory;
+pub mod pattern;
+pub mod rendezvous;
+pub mod transport;
+pub mod view;
+pub mod wire;

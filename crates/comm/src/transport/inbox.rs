@@ -1,0 +1,236 @@
+//! Frames on their way out of a socket. Long payloads are read straight into place; short ones come many at a time
+//! through a read-ahead buffer, and so does everything that has to be combined or scattered in small runs.
+//!
+//! ```text
+//! socket --readv--> | rest of the payload, in place | read-ahead: the next headers, small frames |
+//! ```
+
+use std::collections::VecDeque;
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use rustc_hash::FxHashMap;
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+use super::outbox::MIN_DIRECT_RUN;
+use super::{Expected, LinkError, Message};
+use crate::wire::{HEADER_BYTES, Header, Kind, WireError};
+
+const AHEAD_BYTES: usize = 64 << 10;
+/// Payloads with less than this to come are read through the buffer, along with what follows them.
+const MIN_DIRECT: u64 = 16 << 10;
+/// What is read ahead behind a long payload: enough for the next header and a few control frames.
+const TAIL_BYTES: usize = 4 << 10;
+const MAX_SLICES: usize = 512;
+
+/// A message that is arriving.
+pub struct Arriving {
+    pub expected: Expected,
+    /// In place.
+    pub arrived: u64,
+    /// In place, or in the peer's segment for us to take.
+    pub promised: u64,
+}
+
+pub type Arrivals = FxHashMap<Message, Arriving>;
+
+/// A frame, as it comes out.
+pub enum Received {
+    Arrived { message: Message, upto: u64 },
+    Control { header: Header, payload: Vec<u8> },
+}
+
+struct Incoming {
+    header: Header,
+    got: u32,
+    crc: u32,
+    /// Where a control frame gathers.
+    control: Vec<u8>,
+}
+
+impl Incoming {
+    fn message(&self) -> Message {
+        Message { job: self.header.job, tag: self.header.tag }
+    }
+
+    fn left(&self) -> u64 {
+        u64::from(self.header.len - self.got)
+    }
+}
+
+pub struct Inbox {
+    ahead: Box<[u8]>,
+    start: usize,
+    end: usize,
+    incoming: Option<Incoming>,
+    pub descriptors: VecDeque<OwnedFd>,
+}
+
+impl Inbox {
+    pub fn new() -> Self {
+        Self {
+            ahead: vec![0; AHEAD_BYTES].into(),
+            start: 0,
+            end: 0,
+            incoming: None,
+            descriptors: VecDeque::new(),
+        }
+    }
+
+    /// Reads once and takes what came apart. False once the socket has nothing more.
+    pub fn read(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        arrivals: &mut Arrivals,
+        out: &mut Vec<Received>,
+    ) -> Result<bool, LinkError> {
+        let direct = self.direct(arrivals);
+        let result = match direct {
+            Some(message) => self.read_direct(socket, &arrivals[&message]),
+            None => self.read_ahead(socket),
+        };
+        match result {
+            Ok(0) => return Err(LinkError::Closed),
+            Ok(_) => {}
+            Err(Errno::AGAIN) => return Ok(false),
+            Err(Errno::INTR) => return Ok(true),
+            Err(errno) => return Err(errno.into()),
+        }
+        self.parse(arrivals, out)?;
+        Ok(true)
+    }
+
+    /// The message whose payload can be read straight into place.
+    fn direct(&self, arrivals: &Arrivals) -> Option<Message> {
+        let incoming = self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data)?;
+        let expected = &arrivals.get(&incoming.message())?.expected;
+        let in_place = expected.combine.is_none() && expected.place.view.run_bytes() >= MIN_DIRECT_RUN;
+        (in_place && self.start == self.end && incoming.left() >= MIN_DIRECT).then(|| incoming.message())
+    }
+
+    fn read_direct(&mut self, socket: BorrowedFd<'_>, arriving: &Arriving) -> Result<usize, Errno> {
+        let incoming = self.incoming.as_mut().expect("a payload is under way");
+        let place = &arriving.expected.place;
+        let at = incoming.header.offset + u64::from(incoming.got);
+        let mut slices = Vec::with_capacity(16);
+        let asked = place.slices_mut(at..at + incoming.left(), MAX_SLICES - 1, &mut slices);
+        if asked == incoming.left() {
+            slices.push(IoSliceMut::new(&mut self.ahead[..TAIL_BYTES]));
+        }
+        let bytes = receive(socket, &mut slices, &mut self.descriptors)?;
+        drop(slices);
+        let placed = (bytes as u64).min(asked);
+        incoming.crc = place.checksum(at..at + placed, incoming.crc);
+        incoming.got += placed as u32;
+        (self.start, self.end) = (0, bytes - placed as usize);
+        Ok(bytes)
+    }
+
+    fn read_ahead(&mut self, socket: BorrowedFd<'_>) -> Result<usize, Errno> {
+        self.ahead.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+        let bytes =
+            receive(socket, &mut [IoSliceMut::new(&mut self.ahead[self.end..])], &mut self.descriptors)?;
+        self.end += bytes;
+        Ok(bytes)
+    }
+
+    /// Takes apart what was read.
+    fn parse(&mut self, arrivals: &mut Arrivals, out: &mut Vec<Received>) -> Result<(), LinkError> {
+        loop {
+            if self.incoming.is_none() && !self.parse_header(arrivals)? {
+                return Ok(());
+            }
+            self.parse_payload(arrivals);
+            let Some(incoming) = self.incoming.take_if(|i| i.left() == 0) else { return Ok(()) };
+            incoming.header.check_payload(incoming.crc)?;
+            out.push(finish(incoming, arrivals));
+        }
+    }
+
+    fn parse_header(&mut self, arrivals: &Arrivals) -> Result<bool, LinkError> {
+        let Some(bytes) = self.ahead[self.start..self.end].first_chunk::<HEADER_BYTES>() else {
+            return Ok(false);
+        };
+        let header = Header::decode(bytes)?;
+        if header.kind == Kind::Data {
+            check_data(&header, arrivals)?;
+        }
+        self.start += HEADER_BYTES;
+        self.incoming = Some(Incoming { header, got: 0, crc: 0, control: vec![] });
+        Ok(true)
+    }
+
+    /// Moves what the buffer has of the payload to where it belongs.
+    fn parse_payload(&mut self, arrivals: &Arrivals) {
+        let incoming = self.incoming.as_mut().expect("a header was parsed");
+        let mut len = incoming.left().min((self.end - self.start) as u64) as usize;
+        if incoming.header.kind == Kind::Data {
+            let expected = &arrivals[&incoming.message()].expected;
+            if let Some(combine) = expected.combine {
+                len -= len % combine.element_bytes();
+            }
+            let bytes = &self.ahead[self.start..self.start + len];
+            let at = incoming.header.offset + u64::from(incoming.got);
+            expected.place.unpack(at, bytes, expected.combine);
+        } else {
+            incoming.control.extend_from_slice(&self.ahead[self.start..self.start + len]);
+        }
+        incoming.crc = crc32c::crc32c_append(incoming.crc, &self.ahead[self.start..self.start + len]);
+        incoming.got += len as u32;
+        self.start += len;
+    }
+}
+
+/// A part has to be the next one of a message that was announced.
+fn check_data(header: &Header, arrivals: &Arrivals) -> Result<(), WireError> {
+    let unexpected = |why| WireError::Unexpected { kind: header.kind, job: header.job, tag: header.tag, why };
+    let message = Message { job: header.job, tag: header.tag };
+    let arriving = arrivals.get(&message).ok_or_else(|| unexpected("nobody waits for it"))?;
+    if header.offset != arriving.arrived || arriving.promised != arriving.arrived {
+        return Err(unexpected("it is not the next part"));
+    }
+    let end = header.offset.checked_add(u64::from(header.len));
+    if end.is_none_or(|end| end > arriving.expected.bytes) {
+        return Err(unexpected("it is longer than the message"));
+    }
+    let element = arriving.expected.combine.map_or(1, |c| c.element_bytes() as u32);
+    if !header.len.is_multiple_of(element) {
+        return Err(unexpected("it ends inside an element"));
+    }
+    Ok(())
+}
+
+fn finish(incoming: Incoming, arrivals: &mut Arrivals) -> Received {
+    if incoming.header.kind != Kind::Data {
+        return Received::Control { header: incoming.header, payload: incoming.control };
+    }
+    let message = incoming.message();
+    let arriving = arrivals.get_mut(&message).expect("checked with the header");
+    arriving.arrived += u64::from(incoming.header.len);
+    arriving.promised = arriving.arrived;
+    let upto = arriving.arrived;
+    if upto == arriving.expected.bytes {
+        arrivals.remove(&message);
+    }
+    Received::Arrived { message, upto }
+}
+
+fn receive(
+    socket: BorrowedFd<'_>,
+    slices: &mut [IoSliceMut<'_>],
+    descriptors: &mut VecDeque<OwnedFd>,
+) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = recvmsg(socket, slices, &mut ancillary, flags)?;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(found) = message {
+            descriptors.extend(found);
+        }
+    }
+    Ok(received.bytes)
+}

@@ -1,0 +1,187 @@
+//! Links between threads of one process, for tests and small runs: a queue each way, and an event descriptor to wait on.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::inbox::{Arrivals, Arriving};
+use super::{Control, Event, Expected, Link, LinkError, Message};
+use crate::memory::Place;
+use crate::wire::{Kind, WireError};
+
+/// Bytes that may wait in a queue.
+const ROOM_BYTES: usize = 1 << 20;
+const MAX_PART_BYTES: u64 = 256 << 10;
+
+enum Packet {
+    Part { message: Message, offset: u64, bytes: Vec<u8> },
+    Ready { job: u32, tags: Vec<u32> },
+    Control(Control),
+}
+
+/// One direction.
+#[derive(Default)]
+struct Queue {
+    packets: VecDeque<Packet>,
+    bytes: usize,
+    /// The sender is gone, or will send no more.
+    closed: bool,
+}
+
+struct End {
+    queue: Mutex<Queue>,
+    /// Signalled when the queue of this end has something, or the other's has room.
+    signal: OwnedFd,
+}
+
+impl End {
+    fn new() -> Result<Arc<Self>, LinkError> {
+        let signal = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        Ok(Arc::new(Self { queue: Mutex::default(), signal }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wake(&self) {
+        // A full counter is a signal already.
+        let _already = rustix::io::write(&self.signal, &1u64.to_ne_bytes());
+    }
+
+    fn rest(&self) {
+        let _nothing = rustix::io::read(&self.signal, &mut [0u8; 8]);
+    }
+}
+
+pub struct MemLink {
+    /// What comes in waits at `mine`, what goes out at `theirs`.
+    mine: Arc<End>,
+    theirs: Arc<End>,
+    arrivals: Arrivals,
+    sent: Vec<Event>,
+}
+
+impl MemLink {
+    /// Both ends of a connection.
+    pub fn pair() -> Result<(Self, Self), LinkError> {
+        let (a, b) = (End::new()?, End::new()?);
+        let link = |mine, theirs| Self { mine, theirs, arrivals: Arrivals::default(), sent: Vec::new() };
+        Ok((link(a.clone(), b.clone()), link(b, a)))
+    }
+
+    fn push(&self, packet: Packet) {
+        let mut queue = self.theirs.lock();
+        if let Packet::Part { bytes, .. } = &packet {
+            queue.bytes += bytes.len();
+        }
+        queue.packets.push_back(packet);
+        drop(queue);
+        self.theirs.wake();
+    }
+
+    fn take_part(&mut self, message: Message, offset: u64, bytes: &[u8]) -> Result<Event, LinkError> {
+        let unexpected = WireError::Unexpected {
+            kind: Kind::Data,
+            job: message.job,
+            tag: message.tag,
+            why: "it is not the next part of a message that somebody waits for",
+        };
+        let upto = offset + bytes.len() as u64;
+        let next = |a: &&mut Arriving| a.arrived == offset && upto <= a.expected.bytes;
+        let arriving = self.arrivals.get_mut(&message).filter(next).ok_or(unexpected)?;
+        arriving.expected.place.unpack(offset, bytes, arriving.expected.combine);
+        arriving.arrived = upto;
+        if upto == arriving.expected.bytes {
+            self.arrivals.remove(&message);
+        }
+        Ok(Event::Arrived { message, upto })
+    }
+}
+
+impl Drop for MemLink {
+    fn drop(&mut self) {
+        self.theirs.lock().closed = true;
+        self.theirs.wake();
+    }
+}
+
+impl Link for MemLink {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.mine.signal.as_fd()
+    }
+
+    fn wants_write(&self) -> bool {
+        false
+    }
+
+    fn has_work(&self) -> bool {
+        !self.sent.is_empty()
+    }
+
+    fn expect(&mut self, message: Message, expected: Expected) {
+        self.arrivals.insert(message, Arriving { expected, arrived: 0, promised: 0 });
+    }
+
+    fn announce(&mut self, job: u32, tags: &[u32]) {
+        self.push(Packet::Ready { job, tags: tags.to_vec() });
+    }
+
+    fn has_room(&self) -> bool {
+        self.theirs.lock().bytes < ROOM_BYTES
+    }
+
+    fn part_bytes(&self, chunk_bytes: u64) -> u64 {
+        (chunk_bytes / 64 * 64).clamp(64, MAX_PART_BYTES)
+    }
+
+    fn send(&mut self, message: Message, part: Range<u64>, from: &Place) {
+        let mut bytes = Vec::with_capacity((part.end - part.start) as usize);
+        from.pack(part.clone(), &mut bytes);
+        self.push(Packet::Part { message, offset: part.start, bytes });
+        self.sent.push(Event::Sent { message, upto: part.end });
+    }
+
+    fn control(&mut self, control: Control) {
+        self.push(Packet::Control(control));
+    }
+
+    fn drop_data(&mut self) {}
+
+    fn progress(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        self.flush(events)?;
+        self.mine.rest();
+        let (packets, closed) = {
+            let mut queue = self.mine.lock();
+            queue.bytes = 0;
+            (std::mem::take(&mut queue.packets), queue.closed)
+        };
+        let freed = packets.iter().any(|p| matches!(p, Packet::Part { .. }));
+        for packet in packets {
+            events.push(match packet {
+                Packet::Part { message, offset, bytes } => self.take_part(message, offset, &bytes)?,
+                Packet::Ready { job, tags } => Event::Ready { job, tags },
+                Packet::Control(Control::Beat { waits_for }) => Event::Beat { waits_for },
+                Packet::Control(Control::Abort { culprit, reason }) => Event::Abort { culprit, reason },
+                Packet::Control(Control::Bye) => Event::Bye,
+            });
+        }
+        if freed {
+            self.theirs.wake();
+        }
+        if closed { Err(LinkError::Closed) } else { Ok(()) }
+    }
+
+    fn flush(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        events.append(&mut self.sent);
+        Ok(())
+    }
+
+    fn shutdown(&mut self) {
+        self.theirs.lock().closed = true;
+        self.theirs.wake();
+    }
+}

@@ -1,0 +1,212 @@
+//! Frames on their way into a socket: few system calls, no copy where runs are long enough.
+//!
+//! ```text
+//! in progress | control frames | data frames          one sendmsg takes as many slices as fit
+//! ```
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use super::{Event, LinkError, Message};
+use crate::memory::Place;
+use crate::wire::{HEADER_BYTES, Header, Kind};
+
+/// Runs shorter than this are packed first: a slice of a system call costs about as much as copying a few hundred bytes.
+pub const MIN_DIRECT_RUN: u64 = 1024;
+/// The most slices in a system call; the kernel allows 1024.
+const MAX_SLICES: usize = 512;
+/// Data beyond this waits in the engine.
+const ROOM_BYTES: u64 = 256 << 10;
+
+struct Frame {
+    header: [u8; HEADER_BYTES],
+    body: Body,
+    /// Of the header and the body.
+    written: u64,
+    /// What its end means to the engine.
+    sent: Option<Event>,
+    /// A descriptor that travels with the first byte.
+    descriptor: Option<OwnedFd>,
+}
+
+enum Body {
+    Bytes(Vec<u8>),
+    Place(Place, Range<u64>),
+}
+
+impl Frame {
+    fn len(&self) -> u64 {
+        let body = match &self.body {
+            Body::Bytes(bytes) => bytes.len() as u64,
+            Body::Place(_, part) => part.end - part.start,
+        };
+        HEADER_BYTES as u64 + body
+    }
+
+    /// What is left of it, as slices. Returns how many bytes they hold.
+    fn slices<'a>(&'a self, room: usize, out: &mut Vec<IoSlice<'a>>) -> u64 {
+        let header = HEADER_BYTES as u64;
+        let skip = self.written.saturating_sub(header);
+        let mut bytes = header - self.written.min(header);
+        if bytes > 0 {
+            out.push(IoSlice::new(&self.header[self.written as usize..]));
+        }
+        match &self.body {
+            Body::Bytes(body) if body.len() as u64 > skip => {
+                out.push(IoSlice::new(&body[skip as usize..]));
+                bytes += body.len() as u64 - skip;
+            }
+            Body::Bytes(_) => {}
+            Body::Place(place, part) => bytes += place.slices(part.start + skip..part.end, room - 1, out),
+        }
+        bytes
+    }
+}
+
+#[derive(Default)]
+pub struct Outbox {
+    frames: VecDeque<Frame>,
+    /// How many frames at the front go before any data that is not yet under way.
+    num_urgent: usize,
+    data_bytes: u64,
+}
+
+impl Outbox {
+    pub fn is_empty(&self) -> bool {
+        self.frames.is_empty()
+    }
+
+    pub fn has_room(&self) -> bool {
+        self.data_bytes < ROOM_BYTES
+    }
+
+    /// Words between engines overtake data.
+    pub fn push_control(&mut self, header: Header, payload: Vec<u8>, descriptor: Option<OwnedFd>) {
+        let frame =
+            Frame { header: header.encode(), body: Body::Bytes(payload), written: 0, sent: None, descriptor };
+        if self.num_urgent == 0 && self.frames.front().is_some_and(|f| f.written > 0) {
+            self.num_urgent = 1; // the frame under way ends first
+        }
+        self.frames.insert(self.num_urgent, frame);
+        self.num_urgent += 1;
+    }
+
+    /// Bytes that need not be a frame, for tests of the other side.
+    pub fn push_raw(&mut self, bytes: Vec<u8>) {
+        let frame = Frame {
+            header: [0; HEADER_BYTES],
+            body: Body::Bytes(bytes),
+            written: HEADER_BYTES as u64,
+            sent: None,
+            descriptor: None,
+        };
+        if frame.len() > frame.written {
+            self.frames.push_back(frame);
+        }
+    }
+
+    /// A frame behind everything else.
+    pub fn push_last(&mut self, header: Header) {
+        let body = Body::Bytes(vec![]);
+        self.frames.push_back(Frame {
+            header: header.encode(),
+            body,
+            written: 0,
+            sent: None,
+            descriptor: None,
+        });
+    }
+
+    pub fn push_data(&mut self, message: Message, part: Range<u64>, from: &Place) {
+        let (offset, len) = (part.start, part.end - part.start);
+        let sent = Some(Event::Sent { message, upto: part.end });
+        let (body, payload_crc) = if from.view.run_bytes() < MIN_DIRECT_RUN {
+            let mut packed = Vec::with_capacity(len as usize);
+            from.pack(part, &mut packed);
+            let crc = crc32c::crc32c(&packed);
+            (Body::Bytes(packed), crc)
+        } else {
+            let crc = from.checksum(part.clone(), 0);
+            (Body::Place(from.clone(), part), crc)
+        };
+        let header = Header {
+            kind: Kind::Data,
+            job: message.job,
+            tag: message.tag,
+            offset,
+            len: len as u32,
+            payload_crc,
+        };
+        self.data_bytes += len;
+        self.frames.push_back(Frame { header: header.encode(), body, written: 0, sent, descriptor: None });
+    }
+
+    /// Keeps the frame under way and the control frames.
+    pub fn drop_data(&mut self) {
+        let mut keep = self.num_urgent;
+        if keep == 0 && self.frames.front().is_some_and(|f| f.written > 0) {
+            keep = 1;
+        }
+        self.frames.truncate(keep);
+        self.data_bytes = 0;
+    }
+
+    /// Writes until the socket is full.
+    pub fn flush(&mut self, socket: BorrowedFd<'_>, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        while !self.frames.is_empty() {
+            match self.write_once(socket) {
+                Ok(bytes) => self.advance(bytes as u64, events),
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_once(&self, socket: BorrowedFd<'_>) -> Result<usize, Errno> {
+        let mut slices = Vec::with_capacity(16);
+        for (i, frame) in self.frames.iter().enumerate() {
+            let alone = frame.descriptor.is_some() && frame.written == 0;
+            if i > 0 && (alone || slices.len() + 2 > MAX_SLICES) {
+                break;
+            }
+            let left = frame.len() - frame.written;
+            if frame.slices(MAX_SLICES - slices.len(), &mut slices) < left || alone {
+                break;
+            }
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let front = self.frames.front().filter(|f| f.written == 0);
+        let descriptor = front.and_then(|f| f.descriptor.as_ref()).map(|d| [std::os::fd::AsFd::as_fd(d)]);
+        if let Some(descriptor) = &descriptor {
+            ancillary.push(SendAncillaryMessage::ScmRights(descriptor));
+        }
+        sendmsg(socket, &slices, &mut ancillary, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+    }
+
+    fn advance(&mut self, mut bytes: u64, events: &mut Vec<Event>) {
+        while bytes > 0 {
+            let front = self.frames.front_mut().expect("bytes written belong to a frame");
+            let step = bytes.min(front.len() - front.written);
+            front.written += step;
+            bytes -= step;
+            if front.written < front.len() {
+                return;
+            }
+            let done = self.frames.pop_front().expect("just looked at it");
+            self.num_urgent = self.num_urgent.saturating_sub(1);
+            if done.sent.is_some() {
+                self.data_bytes = self.data_bytes.saturating_sub(done.len() - HEADER_BYTES as u64);
+            }
+            events.extend(done.sent);
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Shared memory beside a Unix socket: the receiver copies straight out of the sender's segment into its own memory.
+//!
+//! ```text
+//! sender                                      receiver
+//! Segment 0, with its descriptor    -->       maps it, to read
+//! Offer: message, part, where       -->       copies the part
+//!                                   <--       Taken: the sender may reuse the memory
+//! ```
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::inbox::Arrivals;
+use super::outbox::Outbox;
+use super::{Event, LinkError, Message};
+use crate::memory::{Memory, Place};
+use crate::view::{Outer, View};
+use crate::wire::{Header, Kind, WireError};
+
+/// Messages up to this size travel inside the socket: a copy more, a frame less.
+pub const INLINE_BYTES: u64 = 8 << 10;
+/// What may be offered and not yet taken.
+const WINDOW_BYTES: u64 = 8 << 20;
+const WINDOW_OFFERS: usize = 64;
+/// What is copied before the link looks at its socket again.
+const STEP_BYTES: u64 = 512 << 10;
+/// Segments a peer may register; a rank has one for each memory it starts programs with.
+const MAX_SEGMENTS: u32 = 4096;
+
+/// A part to be copied.
+struct Pull {
+    message: Message,
+    from: Place,
+    next: u64,
+    end: u64,
+}
+
+#[derive(Default)]
+pub struct Shm {
+    /// Ours that the peer knows, by id.
+    shared: Vec<Arc<Memory>>,
+    /// The peer's, by id.
+    mapped: Vec<Arc<Memory>>,
+    pulls: VecDeque<Pull>,
+    /// Offered and not taken: how many parts, and their bytes.
+    offered: VecDeque<u64>,
+    offered_bytes: u64,
+}
+
+impl Shm {
+    pub fn has_room(&self) -> bool {
+        self.offered_bytes < WINDOW_BYTES && self.offered.len() < WINDOW_OFFERS
+    }
+
+    pub fn has_work(&self) -> bool {
+        !self.pulls.is_empty()
+    }
+
+    /// Whether a part of this place is offered rather than sent. A small message, or one of no bytes at all, must not
+    /// overtake an offered one.
+    pub fn takes(&self, from: &Place) -> bool {
+        let small = from.bytes() <= INLINE_BYTES && self.offered.is_empty();
+        from.memory.segment().is_some() && !small
+    }
+
+    pub fn offer(
+        &mut self,
+        message: Message,
+        part: Range<u64>,
+        from: &Place,
+        outbox: &mut Outbox,
+    ) -> Result<(), LinkError> {
+        let segment = self.segment_of(&from.memory, outbox)?;
+        let mut payload = segment.to_le_bytes().to_vec();
+        let mut push = |value: u64| payload.extend_from_slice(&value.to_le_bytes());
+        push(part.end - part.start);
+        push(from.view.base());
+        push(from.view.run_bytes());
+        for outer in from.view.outer() {
+            push(outer.count);
+            push(outer.stride);
+        }
+        let header = Header::of(Kind::Offer, message.job, message.tag, part.start, &payload);
+        outbox.push_control(header, payload, None);
+        self.offered.push_back(part.end - part.start);
+        self.offered_bytes += part.end - part.start;
+        Ok(())
+    }
+
+    /// The id under which the peer knows a memory; the first time, it is handed over.
+    fn segment_of(&mut self, memory: &Arc<Memory>, outbox: &mut Outbox) -> Result<u32, LinkError> {
+        if let Some(known) = self.shared.iter().position(|m| Arc::ptr_eq(m, memory)) {
+            return Ok(known as u32);
+        }
+        let descriptor = memory.segment().expect("only shared memory is offered").try_clone_to_owned()?;
+        let id = self.shared.len() as u32;
+        self.shared.push(memory.clone());
+        outbox.push_control(Header::bare(Kind::Segment, 0, id), vec![], Some(descriptor));
+        Ok(id)
+    }
+
+    pub fn on_segment(&mut self, header: &Header, descriptor: Option<OwnedFd>) -> Result<(), LinkError> {
+        let descriptor = descriptor.ok_or_else(|| unexpected(header, "no descriptor came with it"))?;
+        if header.tag as usize != self.mapped.len() || header.tag >= MAX_SEGMENTS {
+            return Err(unexpected(header, "segments are numbered in order").into());
+        }
+        self.mapped.push(Arc::new(Memory::of_peer(descriptor)?));
+        Ok(())
+    }
+
+    pub fn on_offer(
+        &mut self,
+        header: &Header,
+        payload: &[u8],
+        arrivals: &mut Arrivals,
+    ) -> Result<(), LinkError> {
+        let message = Message { job: header.job, tag: header.tag };
+        let arriving = arrivals.get_mut(&message).ok_or_else(|| unexpected(header, "nobody waits for it"))?;
+        let (segment, len, view) = self.parse_offer(header, payload)?;
+        let end = header.offset.checked_add(len).filter(|end| *end <= arriving.expected.bytes);
+        let end = end.ok_or_else(|| unexpected(header, "it is longer than the message"))?;
+        if header.offset != arriving.promised || view.bytes() != arriving.expected.bytes {
+            return Err(unexpected(header, "it is not the next part").into());
+        }
+        if len == 0 && arriving.expected.bytes > 0 {
+            return Err(unexpected(header, "it offers nothing").into());
+        }
+        let element = arriving.expected.combine.map_or(1, |c| c.element_bytes() as u64);
+        if len % element != 0 || view.run_bytes() % element != 0 {
+            return Err(unexpected(header, "it ends inside an element").into());
+        }
+        arriving.promised = end;
+        self.pulls.push_back(Pull {
+            message,
+            from: Place { memory: segment, view },
+            next: header.offset,
+            end,
+        });
+        Ok(())
+    }
+
+    fn parse_offer(&self, header: &Header, payload: &[u8]) -> Result<(Arc<Memory>, u64, View), WireError> {
+        let bad = || unexpected(header, "it names no place");
+        let (segment, rest) = payload.split_first_chunk::<4>().ok_or_else(bad)?;
+        let segment = self.mapped.get(u32::from_le_bytes(*segment) as usize).ok_or_else(bad)?;
+        let (words, odd) = rest.as_chunks::<8>();
+        let words: Vec<u64> = words.iter().map(|w| u64::from_le_bytes(*w)).collect();
+        let [len, base, run, outer @ ..] = words.as_slice() else { return Err(bad()) };
+        let (pairs, single) = outer.as_chunks::<2>();
+        let outer: Vec<Outer> =
+            pairs.iter().map(|[count, stride]| Outer { count: *count, stride: *stride }).collect();
+        let view =
+            View::from_parts(*base, *run, &outer, segment.len()).filter(|v| v.run_bytes() > 0 || *len == 0);
+        match (view, odd.is_empty() && single.is_empty()) {
+            (Some(view), true) => Ok((segment.clone(), *len, view)),
+            _ => Err(bad()),
+        }
+    }
+
+    pub fn on_taken(&mut self, header: &Header) -> Result<Event, LinkError> {
+        let len = self.offered.pop_front().ok_or_else(|| unexpected(header, "nothing was offered"))?;
+        self.offered_bytes -= len;
+        Ok(Event::Sent { message: Message { job: header.job, tag: header.tag }, upto: header.offset })
+    }
+
+    /// Copies a step's worth of what was offered.
+    pub fn pull(&mut self, arrivals: &mut Arrivals, outbox: &mut Outbox, events: &mut Vec<Event>) {
+        let mut budget = STEP_BYTES;
+        while budget > 0
+            && let Some(pull) = self.pulls.front_mut()
+        {
+            let Some(arriving) = arrivals.get_mut(&pull.message) else {
+                self.pulls.pop_front(); // its job was given up
+                continue;
+            };
+            let step = (pull.end - pull.next).min(budget.next_multiple_of(64));
+            let part = pull.next..pull.next + step;
+            arriving.expected.place.copy_from(&pull.from, part, arriving.expected.combine);
+            pull.next += step;
+            budget = budget.saturating_sub(step);
+            arriving.arrived = pull.next;
+            let message = pull.message;
+            events.push(Event::Arrived { message, upto: pull.next });
+            let whole = arriving.arrived == arriving.expected.bytes;
+            if pull.next == pull.end {
+                let header =
+                    Header { offset: pull.end, ..Header::bare(Kind::Taken, message.job, message.tag) };
+                outbox.push_control(header, vec![], None);
+                self.pulls.pop_front();
+            }
+            if whole {
+                arrivals.remove(&message);
+            }
+        }
+    }
+}
+
+fn unexpected(header: &Header, why: &'static str) -> WireError {
+    WireError::Unexpected { kind: header.kind, job: header.job, tag: header.tag, why }
+}

@@ -1,0 +1,185 @@
+//! The wire format: frames, each a header of [`HEADER_BYTES`] and a payload. `docs/wire-format.md` has the table.
+//!
+//! ```text
+//!  0      4    5    6      8     12    16          24    28      32      36
+//!  | magic | v | kind | 0  | job | tag | offset     | len | crc   | crc   | payload ...
+//!                                                          payload  header
+//! ```
+//!
+//! The header has a checksum of its own, so that nothing of it is believed before it is known to be whole. A payload
+//! is bounded by [`MAX_PAYLOAD`]; decoding never allocates.
+
+/// `XMSH`, little-endian.
+pub const MAGIC: u32 = u32::from_le_bytes(*b"XMSH");
+pub const VERSION: u8 = 1;
+pub const HEADER_BYTES: usize = 36;
+/// The most a frame carries.
+pub const MAX_PAYLOAD: u32 = 1 << 20;
+
+/// What a frame is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// First on every connection: `tag` is the sender's rank.
+    Hello = 1,
+    /// Bytes `offset..offset + len` of the message `tag`.
+    Data = 2,
+    /// The receives whose tags are the payload (u32 each) may be sent.
+    Ready = 3,
+    /// Shared memory: the message's bytes from `offset` on lie in the sender's segment; payload: how many, and where.
+    Offer = 4,
+    /// Shared memory: the message's bytes below `offset` have been taken out of the sender's segment.
+    Taken = 5,
+    /// Still here. `tag` is the rank that the sender waits for, or none.
+    Beat = 6,
+    /// The job is over: `tag` is the culprit, the payload says why.
+    Abort = 7,
+    /// The sender is done with this connection; its end is no accident.
+    Bye = 8,
+    /// Shared memory: the file descriptor that comes along is segment `tag`.
+    Segment = 9,
+}
+
+impl Kind {
+    pub const ALL: [Kind; 9] = [
+        Kind::Hello,
+        Kind::Data,
+        Kind::Ready,
+        Kind::Offer,
+        Kind::Taken,
+        Kind::Beat,
+        Kind::Abort,
+        Kind::Bye,
+        Kind::Segment,
+    ];
+}
+
+/// No rank, where a frame could name one.
+pub const NOBODY: u32 = u32::MAX;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    pub kind: Kind,
+    pub job: u32,
+    pub tag: u32,
+    pub offset: u64,
+    pub len: u32,
+    /// Of the payload: crc32c.
+    pub payload_crc: u32,
+}
+
+/// Why bytes are not a frame.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WireError {
+    #[error(
+        "a frame starts with {0:#010x}, not with the magic number\nhint: something else speaks on this connection"
+    )]
+    Magic(u32),
+    #[error("a frame of wire version {0}, this is version {VERSION}\nhint: run the same release everywhere")]
+    Version(u8),
+    #[error("a frame of unknown kind {0}")]
+    Kind(u8),
+    #[error("a frame of {0} B, more than {MAX_PAYLOAD} B")]
+    TooLong(u32),
+    #[error("a frame's {part} has checksum {found:#010x}, its sender computed {sent:#010x}")]
+    Checksum { part: &'static str, found: u32, sent: u32 },
+    #[error("{kind:?} with tag {tag} of job {job} has no place here: {why}")]
+    Unexpected { kind: Kind, job: u32, tag: u32, why: &'static str },
+}
+
+impl Header {
+    /// A frame without payload.
+    pub fn bare(kind: Kind, job: u32, tag: u32) -> Self {
+        Self { kind, job, tag, offset: 0, len: 0, payload_crc: 0 }
+    }
+
+    /// A frame with this payload.
+    pub fn of(kind: Kind, job: u32, tag: u32, offset: u64, payload: &[u8]) -> Self {
+        let len = u32::try_from(payload.len()).expect("payloads are bounded");
+        Self { kind, job, tag, offset, len, payload_crc: crc32c::crc32c(payload) }
+    }
+
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0..4].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[4] = VERSION;
+        bytes[5] = self.kind as u8;
+        bytes[8..12].copy_from_slice(&self.job.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.tag.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.offset.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.len.to_le_bytes());
+        bytes[28..32].copy_from_slice(&self.payload_crc.to_le_bytes());
+        let crc = crc32c::crc32c(&bytes[..32]);
+        bytes[32..36].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, WireError> {
+        let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+        if word(0) != MAGIC {
+            return Err(WireError::Magic(word(0)));
+        }
+        if bytes[4] != VERSION {
+            return Err(WireError::Version(bytes[4]));
+        }
+        let found = crc32c::crc32c(&bytes[..32]);
+        if found != word(32) {
+            return Err(WireError::Checksum { part: "header", found, sent: word(32) });
+        }
+        let kind = Kind::ALL.into_iter().find(|k| *k as u8 == bytes[5]).ok_or(WireError::Kind(bytes[5]))?;
+        let len = word(24);
+        if len > MAX_PAYLOAD {
+            return Err(WireError::TooLong(len));
+        }
+        let offset = u64::from_le_bytes(bytes[16..24].try_into().expect("eight bytes"));
+        Ok(Self { kind, job: word(8), tag: word(12), offset, len, payload_crc: word(28) })
+    }
+
+    pub fn check_payload(&self, found: u32) -> Result<(), WireError> {
+        match found == self.payload_crc {
+            true => Ok(()),
+            false => Err(WireError::Checksum { part: "payload", found, sent: self.payload_crc }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn arb_header() -> impl Strategy<Value = Header> {
+        let kind = prop::sample::select(Kind::ALL.to_vec());
+        (kind, any::<u32>(), any::<u32>(), any::<u64>(), 0..=MAX_PAYLOAD, any::<u32>()).prop_map(
+            |(kind, job, tag, offset, len, payload_crc)| Header { kind, job, tag, offset, len, payload_crc },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn encoding_and_decoding_undo_each_other(header in arb_header()) {
+            prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+        }
+
+        #[test]
+        fn a_flipped_bit_is_noticed(header in arb_header(), bit in 0..HEADER_BYTES * 8) {
+            let mut bytes = header.encode();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Header::decode(&bytes).is_err());
+        }
+
+        #[test]
+        fn garbage_is_refused(bytes in prop::array::uniform32(any::<u8>())) {
+            let mut header = [0; HEADER_BYTES];
+            header[..32].copy_from_slice(&bytes);
+            prop_assert!(Header::decode(&header).is_err());
+        }
+    }
+
+    #[test]
+    fn a_length_beyond_the_bound_is_refused() {
+        let header = Header { len: MAX_PAYLOAD + 1, ..Header::bare(Kind::Data, 0, 0) };
+        assert_eq!(Header::decode(&header.encode()), Err(WireError::TooLong(MAX_PAYLOAD + 1)));
+    }
+}

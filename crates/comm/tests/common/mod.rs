@@ -1,0 +1,125 @@
+//! Ranks as threads, joined by links of one kind.
+#![allow(dead_code)]
+
+use std::collections::BTreeMap;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::sync::Barrier;
+use std::time::Duration;
+
+use crossmesh_comm::buffer::Sharing;
+use crossmesh_comm::engine::EngineOptions;
+use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, execute, peers_of};
+use crossmesh_comm::transport::Link;
+use crossmesh_comm::transport::mem::MemLink;
+use crossmesh_comm::transport::stream::StreamLink;
+use crossmesh_core::id::Rank;
+use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy, lower, plan};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Mem,
+    Tcp,
+    Shm,
+}
+
+pub const KINDS: [Kind; 3] = [Kind::Mem, Kind::Tcp, Kind::Shm];
+
+pub type Links = Vec<(Rank, Box<dyn Link>)>;
+
+pub fn tcp_pair() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let a = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (a, listener.accept().unwrap().0)
+}
+
+pub fn link_pair(kind: Kind, a: Rank, b: Rank) -> (Box<dyn Link>, Box<dyn Link>) {
+    match kind {
+        Kind::Mem => {
+            let (x, y) = MemLink::pair().unwrap();
+            (Box::new(x), Box::new(y))
+        }
+        Kind::Tcp => {
+            let (x, y) = tcp_pair();
+            (Box::new(StreamLink::tcp(a, b, x).unwrap()), Box::new(StreamLink::tcp(b, a, y).unwrap()))
+        }
+        Kind::Shm => {
+            let (x, y) = UnixStream::pair().unwrap();
+            (Box::new(StreamLink::local(a, b, x).unwrap()), Box::new(StreamLink::local(b, a, y).unwrap()))
+        }
+    }
+}
+
+/// The links of every rank of a plan.
+pub fn links_of(plan: &Plan, kind: Kind) -> Vec<Links> {
+    let program = lower(plan);
+    let mut links: Vec<Links> = program.ranks.iter().map(|_| vec![]).collect();
+    for a in (0..program.ranks.len() as u32).map(Rank) {
+        for b in peers_of(&program, a).into_iter().filter(|b| *b > a) {
+            let (x, y) = link_pair(kind, a, b);
+            links[a.index()].push((b, x));
+            links[b.index()].push((a, y));
+        }
+    }
+    links
+}
+
+pub fn options(kind: Kind) -> ExecuteOptions {
+    let hosts = (0..64).map(|i| format!("h{i}")).collect();
+    ExecuteOptions {
+        engine: EngineOptions { deadline_ms: 20_000, hosts },
+        sharing: if kind == Kind::Shm { Sharing::Host } else { Sharing::Private },
+        repeat: 1,
+        check: true,
+    }
+}
+
+pub fn run_all(
+    plan: &Plan,
+    kind: Kind,
+    options: &ExecuteOptions,
+) -> BTreeMap<Rank, Result<RankReport, Failure>> {
+    let links = links_of(plan, kind);
+    let gate = Barrier::new(links.len());
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..)
+            .zip(links)
+            .map(|(rank, links)| {
+                let gate = &gate;
+                scope.spawn(move || {
+                    let mut barrier = || {
+                        gate.wait();
+                        Ok(())
+                    };
+                    (Rank(rank), execute(plan, Rank(rank), links, options, &mut barrier))
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Runs a plan and insists that every element is right on every rank.
+pub fn run(plan: &Plan, kind: Kind) -> Vec<RankReport> {
+    run_with(plan, kind, &options(kind))
+}
+
+pub fn run_with(plan: &Plan, kind: Kind, options: &ExecuteOptions) -> Vec<RankReport> {
+    let reports = run_all(plan, kind, options);
+    reports
+        .into_values()
+        .map(|report| {
+            let report = report.unwrap_or_else(|e| panic!("{kind:?}: {e}"));
+            assert!(report.verified, "{kind:?} {}: {:?}", report.rank, report.wrong);
+            report
+        })
+        .collect()
+}
+
+pub fn planned(pairs: &[(&str, &str)], strategy: Strategy, chunk_bytes: Option<u64>) -> Plan {
+    let pairs = pairs.iter().map(|(s, d)| (String::new(), s.parse().unwrap(), d.parse().unwrap())).collect();
+    let problem = Problem::new(pairs, Default::default()).unwrap();
+    plan(&problem, &PlanOptions { strategy, chunk_bytes, ..Default::default() }).unwrap()
+}
+
+pub const SHORT: Duration = Duration::from_millis(50);

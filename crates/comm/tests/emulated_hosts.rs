@@ -1,0 +1,95 @@
+//! Emulated hosts: shaped, full duplex, with cables to cut, and gone afterwards. They need root.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crossmesh_comm::emulate::{Emulation, NicRate, remove_stale};
+use crossmesh_testkit::machine::{inside, namespaces_of, needs_root};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+fn rate(mbit: f64) -> NicRate {
+    NicRate { out_bytes_per_s: mbit * 1e6 / 8.0, in_bytes_per_s: mbit * 1e6 / 8.0 }
+}
+
+/// Connected sockets on host 0 and host 1.
+fn joined(emulation: &Emulation) -> (TcpStream, TcpStream) {
+    let listener = inside(&emulation.namespace(0), || TcpListener::bind((Emulation::address(0), 0)).unwrap());
+    let addr = listener.local_addr().unwrap();
+    let dialed = inside(&emulation.namespace(1), || TcpStream::connect_timeout(&addr, PATIENCE).unwrap());
+    let accepted = listener.accept().unwrap().0;
+    for socket in [&accepted, &dialed] {
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    }
+    (accepted, dialed)
+}
+
+/// Sends `bytes` both ways at once; the seconds until all have arrived.
+#[expect(clippy::disallowed_methods, reason = "a test of real time")]
+fn exchange(a: &TcpStream, b: &TcpStream, bytes: usize) -> f64 {
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for (from, to) in [(a, b), (b, a)] {
+            let (mut from, mut to) = (from, to);
+            scope.spawn(move || from.write_all(&vec![7; bytes]).unwrap());
+            scope.spawn(move || to.read_exact(&mut vec![0; bytes]).unwrap());
+        }
+    });
+    start.elapsed().as_secs_f64()
+}
+
+#[test]
+fn a_nic_carries_its_rate_both_ways_at_once() {
+    needs_root();
+    let emulation = Emulation::up(&[rate(400.0), rate(400.0)]).unwrap();
+    let (a, b) = joined(&emulation);
+    let ideal_s = 10e6 / 50e6;
+    let over = exchange(&a, &b, 10_000_000) / ideal_s;
+    assert!((0.95..1.25).contains(&over), "{over} × the time at the full rate");
+    emulation.set_rate(1, NicRate { in_bytes_per_s: 12.5e6, ..rate(400.0) }).unwrap();
+    let over = exchange(&a, &b, 5_000_000) / (5e6 / 12.5e6);
+    assert!((0.95..1.25).contains(&over), "{over} × the time of the slower direction");
+}
+
+#[test]
+fn a_cut_cable_carries_nothing_until_it_is_healed() {
+    needs_root();
+    let emulation = Emulation::up(&[rate(400.0), rate(400.0)]).unwrap();
+    let (mut a, mut b) = joined(&emulation);
+    emulation.cut(1).unwrap();
+    a.write_all(b"hello").unwrap();
+    b.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    let silence = b.read(&mut [0; 5]).unwrap_err().kind();
+    assert!(matches!(silence, ErrorKind::WouldBlock | ErrorKind::TimedOut), "{silence}");
+    emulation.heal(1).unwrap();
+    b.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut heard = [0; 5];
+    b.read_exact(&mut heard).unwrap();
+    assert_eq!(&heard, b"hello");
+}
+
+#[test]
+fn nothing_stays_behind() {
+    needs_root();
+    let emulation = Emulation::up(&[rate(400.0), rate(100.0), rate(10.0)]).unwrap();
+    let prefix = format!("{emulation}-");
+    let ours = || namespaces_of(std::process::id()).into_iter().filter(|n| n.starts_with(&prefix)).count();
+    assert_eq!(ours(), 4);
+    drop(emulation);
+    assert_eq!(ours(), 0);
+}
+
+#[test]
+fn what_a_killed_process_left_is_removed_by_the_next() {
+    needs_root();
+    let mut dead = Command::new("true").spawn().unwrap();
+    let pid = dead.id();
+    dead.wait().unwrap();
+    let name = format!("xm{pid}.0-h0");
+    assert!(Command::new("ip").args(["netns", "add", &name]).status().unwrap().success());
+    assert_eq!(namespaces_of(pid), [name]);
+    remove_stale();
+    assert_eq!(namespaces_of(pid), Vec::<String>::new());
+}
