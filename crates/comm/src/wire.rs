@@ -177,6 +177,19 @@ mod tests {
         }
     }
 
+    /// Every field at the place that docs/wire-format.md gives it.
+    #[test]
+    fn the_header_is_as_documented() {
+        let header = Header { kind: Kind::Taken, job: 1, tag: 2, offset: 3, len: 4, payload_crc: 5 };
+        let expected =
+            "584d5348 01 05 0000 01000000 02000000 0300000000000000 04000000 05000000".replace(' ', "");
+        let bytes = header.encode();
+        let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!(hex[..64], expected);
+        assert_eq!(bytes[32..36], crc32c::crc32c(&bytes[..32]).to_le_bytes());
+        assert_eq!(Kind::ALL.map(|k| k as u8), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+    }
+
     #[test]
     fn a_length_beyond_the_bound_is_refused() {
         let header = Header { len: MAX_PAYLOAD + 1, ..Header::bare(Kind::Data, 0, 0) };

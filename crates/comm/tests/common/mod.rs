@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Barrier;
-use std::time::Duration;
 
 use crossmesh_comm::buffer::Sharing;
 use crossmesh_comm::engine::EngineOptions;
@@ -121,5 +120,3 @@ pub fn planned(pairs: &[(&str, &str)], strategy: Strategy, chunk_bytes: Option<u
     let problem = Problem::new(pairs, Default::default()).unwrap();
     plan(&problem, &PlanOptions { strategy, chunk_bytes, ..Default::default() }).unwrap()
 }
-
-pub const SHORT: Duration = Duration::from_millis(50);
