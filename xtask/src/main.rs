@@ -44,6 +44,7 @@ fn check() -> Result<()> {
 
 /// Everything.
 fn ci() -> Result<()> {
+    provide("ip", "iproute2")?;
     lint()?;
     cargo(&["test", "--workspace", "--all-targets"])?;
     cargo(&["test", "--workspace", "--doc"])?;
@@ -52,6 +53,22 @@ fn ci() -> Result<()> {
         cargo(&["deny", "check", "licenses", "bans", "sources"])?;
     }
     eprintln!("== ci passed");
+    Ok(())
+}
+
+/// Makes sure of a program that tests of emulated hosts call; on Debian, as root, it is installed.
+fn provide(program: &str, package: &str) -> Result<()> {
+    let there = || Command::new(program).arg("-V").output().is_ok();
+    if there() {
+        return Ok(());
+    }
+    eprintln!("== {program} is not there; installing {package}");
+    for args in [&["update", "-qq"][..], &["install", "-y", "-qq", package]] {
+        let installed = Command::new("apt-get").args(args).status();
+        if !installed.is_ok_and(|status| status.success()) {
+            bail!("{program} is needed by the tests of emulated hosts\nhint: install {package}");
+        }
+    }
     Ok(())
 }
 

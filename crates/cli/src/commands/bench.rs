@@ -16,13 +16,15 @@ use crate::report;
 use crate::runner::RunOptions;
 use crate::suite::{Case, Fit, Reference, Suite};
 
+mod collective;
 mod measured;
 
 /// Compare strategies over a suite of cases.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh bench reshard --predict
-  crossmesh bench reshard --emulate 400Mbit")]
+  crossmesh bench reshard --emulate 400Mbit
+  crossmesh bench collective -n 4")]
 pub struct Args {
     #[command(subcommand)]
     what: What,
@@ -31,6 +33,7 @@ pub struct Args {
 #[derive(Debug, clap::Subcommand)]
 enum What {
     Reshard(ReshardArgs),
+    Collective(collective::CollectiveArgs),
 }
 
 /// Strategies over a suite of reshards: measured, with the prediction beside it, or only predicted.
@@ -135,7 +138,10 @@ fn reference_as_text<S: serde::Serializer>(value: &Option<Reference>, s: S) -> R
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
-    let What::Reshard(args) = &args.what;
+    let args = match &args.what {
+        What::Reshard(args) => args,
+        What::Collective(args) => return collective::run(args),
+    };
     let suite = Suite::open(&args.suite)?;
     let bench = Bench::of(args)?;
     let results = bench.suite(&suite, args.case.as_deref())?;

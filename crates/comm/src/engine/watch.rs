@@ -87,15 +87,24 @@ impl Engine {
         Ok(())
     }
 
-    /// If a job has not moved for `patience_ns`: the peer that its oldest op waits for, and whom that one waits for.
+    /// If a job has not moved for `patience_ns`: the peer that keeps it waiting, and whom that one waits for. A silent
+    /// peer comes first; else the one its oldest op waits for. One that lives and waits for nobody may just be busy: it
+    /// is given as long again.
     fn blamed(&self, now: u64, patience_ns: u64) -> Option<(Rank, Rank)> {
-        let stuck = |j: &&super::Job| j.left > 0 && now.saturating_sub(j.moved_ns) > patience_ns;
-        let job = self.jobs.values().find(stuck)?;
+        let still = |j: &super::Job| now.saturating_sub(j.moved_ns);
+        let job = self.jobs.values().find(|j| j.left > 0 && still(j) > patience_ns)?;
+        let is_silent = |p: &super::Peer| now.saturating_sub(p.heard_ns) > 3 * BEAT_NS;
+        let awaited = |p: &&super::Peer| !p.lost && job.oldest_wait(Some(p.rank)).is_some();
+        if let Some(silent) = self.peers.iter().filter(awaited).find(|p| is_silent(p)) {
+            return Some((silent.rank, silent.rank));
+        }
         let peer = job.peer_of(job.oldest_wait(None)?)?;
         let known = self.peers.iter().find(|p| p.rank == peer)?;
-        let silent = now.saturating_sub(known.heard_ns) > 3 * BEAT_NS;
-        let further = known.waits_for.filter(|r| *r != self.me && !silent);
-        Some((peer, further.unwrap_or(peer)))
+        let further = known.waits_for.filter(|r| *r != self.me);
+        match further {
+            None if still(job) <= 2 * patience_ns => None,
+            further => Some((peer, further.unwrap_or(peer))),
+        }
     }
 
     fn timeout(&self, peer: Rank, culprit: Rank, waited_ns: u64) -> CommError {
