@@ -72,6 +72,7 @@ impl Engine {
             while let Some(first) = self.line.pop() {
                 self.send_part(first)?;
             }
+            self.announce();
             for peer in 0..self.peers.len() {
                 let p = &self.peers[peer];
                 if p.link.has_work() || (p.link.wants_write() && !p.watches_write) {
@@ -79,8 +80,8 @@ impl Engine {
                     self.wake_parked(peer);
                 }
             }
-            self.announce();
-            if self.line.is_empty() {
+            // What a flush brings may have to be announced, also to peers that had their turn.
+            if self.line.is_empty() && self.peers.iter().all(|p| p.lost || p.announce.is_empty()) {
                 return Ok(());
             }
         }

@@ -93,7 +93,7 @@ pub fn run(args: &CollectiveArgs) -> Result<Answer> {
     let mut results = vec![];
     for &collective in &collectives {
         // A barrier moves nothing: one size is all sizes.
-        let sizes = if collective == Collective::Barrier { &sizes[..1] } else { &sizes[..] };
+        let sizes = if collective == Collective::Barrier { &[1][..] } else { &sizes[..] };
         for &bytes in sizes {
             progress.say(&format!("{collective} {}", Bytes(bytes)));
             results.push(row(args, &cluster, collective, dtype, bytes, &progress)?);
