@@ -25,6 +25,8 @@ const GRACE_NS: u64 = 250_000_000;
 const LINGER_NS: u64 = 600_000_000;
 const LINGER_STEP_NS: u64 = 20_000_000;
 const MS: u64 = 1_000_000;
+/// How much longer a peer may keep us waiting that is alive and at work.
+const BUSY_PATIENCE: u64 = 10;
 
 pub(super) struct Watch {
     next_beat_ns: u64,
@@ -88,8 +90,8 @@ impl Engine {
     }
 
     /// If a job has not moved for `patience_ns`: the peer that keeps it waiting, and whom that one waits for. A silent
-    /// peer comes first; else the one its oldest op waits for. One that lives and waits for nobody may just be busy: it
-    /// is given as long again.
+    /// peer comes first; else the one its oldest op waits for. One that lives and waits for nobody is busy
+    /// with others, and our turn will come: it is given a long time.
     fn blamed(&self, now: u64, patience_ns: u64) -> Option<(Rank, Rank)> {
         let still = |j: &super::Job| now.saturating_sub(j.moved_ns);
         let job = self.jobs.values().find(|j| j.left > 0 && still(j) > patience_ns)?;
@@ -102,7 +104,7 @@ impl Engine {
         let known = self.peers.iter().find(|p| p.rank == peer)?;
         let further = known.waits_for.filter(|r| *r != self.me);
         match further {
-            None if still(job) <= 2 * patience_ns => None,
+            None if still(job) <= BUSY_PATIENCE * patience_ns => None,
             further => Some((peer, further.unwrap_or(peer))),
         }
     }
