@@ -1,4 +1,4 @@
-//! The lobby: takes the ranks in, hands out the table, runs barriers, and says who is at fault.
+//! The lobby: takes the ranks in, hands out the table, runs barriers, feels everybody's pulse, and says who is at fault.
 //!
 //! One thread decides; one accepts; every connection has a thread that reads. They talk through one queue.
 
@@ -15,23 +15,33 @@ use crossmesh_core::id::Rank;
 use super::blame::Evidence;
 use super::doors::{Accepted, accept_until};
 use super::message::{MAX_REPORT_BYTES, ToLobby, ToRank, receive, send};
+use super::pulse::{HUSHED_NS, PING_NS, Pulse, RoundTrip};
 use super::{Abort, Entry, Log, RankNames, RendezvousError};
-use crate::auth::{self, Claim, Refusal, Role, Secret};
+use crate::auth::{self, AuthError, Claim, Refusal, Role, Secret};
+use crate::clock::{Clock, Monotonic};
 use crate::deadline::{Deadline, Socket, StreamError};
 
 /// A stranger has this long to prove itself.
 pub const HANDSHAKE: Duration = Duration::from_secs(5);
 /// Connections that may be proving themselves at once, beside the ranks; more are dropped unheard.
 const MAX_STRANGERS: usize = 256;
-/// After a death the others have this long to say what they lost.
-const SETTLE_DEATH: Duration = Duration::from_millis(300);
-/// After a first fault they have this long to say whom they wait for; an engine that gives up takes its time to tell
-/// its peers first.
-const SETTLE_FAULT: Duration = Duration::from_millis(500);
 /// A rank that does not take a message within this time is as good as gone.
 const SEND: Duration = Duration::from_millis(500);
 /// How long a connection may be silent; the lobby itself never is that patient.
 const QUIET: Duration = Duration::from_secs(365 * 86400);
+/// Between two looks at the deadlines.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// How long the lobby waits for whom.
+#[derive(Debug, Clone, Copy)]
+pub struct Patience {
+    /// For ranks that have not come yet.
+    pub arrive: Deadline,
+    /// For a rank that says nothing.
+    pub silence: Duration,
+    /// For the last at a barrier, after the first.
+    pub barrier: Duration,
+}
 
 /// The meeting place of a job. It ends when every rank has said goodbye, or the job was aborted.
 pub struct Lobby {
@@ -45,6 +55,8 @@ struct Shared {
     roster: BTreeSet<Rank>,
     /// Ranks that are in, so that no one comes twice.
     taken: Mutex<BTreeSet<Rank>>,
+    /// Why somebody who claimed to be that rank was turned away.
+    refused: Mutex<BTreeMap<Rank, Refusal>>,
     proving: AtomicUsize,
     stop: Arc<AtomicBool>,
     log: Log,
@@ -52,8 +64,10 @@ struct Shared {
 
 enum Event {
     Arrived(Entry, Socket),
-    Said(Rank, ToLobby),
-    Lost(Rank),
+    /// What a rank said, and when it was heard.
+    Said(Rank, ToLobby, u64),
+    /// How its connection ended.
+    Lost(Rank, StreamError),
 }
 
 impl Lobby {
@@ -70,22 +84,22 @@ impl Lobby {
         Err(RendezvousError::CannotListen { addr, cause: last })
     }
 
-    /// Opens at `listener` for the ranks of `roster`; those that have not arrived by `arrive` are named to the others.
+    /// Opens at `listener` for the ranks of `roster`. Whoever tries its patience is named to the others.
     pub fn open(
         listener: TcpListener,
         secret: Secret,
         roster: BTreeSet<Rank>,
-        arrive: Deadline,
+        patience: Patience,
         log: Log,
     ) -> std::io::Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let (taken, proving) = (Mutex::default(), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { secret, roster, taken, proving, stop: stop.clone(), log });
+        let (taken, refused, proving) = (Mutex::default(), Mutex::default(), AtomicUsize::new(0));
+        let shared = Arc::new(Shared { secret, roster, taken, refused, proving, stop: stop.clone(), log });
         let (events, inbox) = channel();
         let door = shared.clone();
         Builder::new().name("lobby-door".into()).spawn(move || keep_door(&listener, &door, &events))?;
         let deciding =
-            Builder::new().name("lobby".into()).spawn(move || Desk::new(shared).run(&inbox, arrive))?;
+            Builder::new().name("lobby".into()).spawn(move || Desk::new(shared, patience).run(&inbox))?;
         Ok(Self { deciding: Some(deciding), stop })
     }
 
@@ -141,9 +155,9 @@ fn serve_connection(mut link: Socket, shared: &Shared, events: &Sender<Event>) {
     let mut going_on = events.send(Event::Arrived(entry, writer)).is_ok();
     while going_on {
         going_on = match receive(&mut link, MAX_REPORT_BYTES, Deadline::after(QUIET)) {
-            Ok(message) => events.send(Event::Said(rank, message)).is_ok(),
-            Err(_) => {
-                let _ = events.send(Event::Lost(rank));
+            Ok(message) => events.send(Event::Said(rank, message, Monotonic.now_ns())).is_ok(),
+            Err(why) => {
+                let _ = events.send(Event::Lost(rank, why));
                 false
             }
         };
@@ -156,8 +170,13 @@ fn enter(link: &mut Socket, shared: &Shared) -> Result<(Rank, Entry), (String, S
     let address = link.peer_name();
     let deadline = Deadline::after(HANDSHAKE);
     let first_line = |e: &dyn std::fmt::Display| e.to_string().lines().next().unwrap_or("").to_string();
-    let claim = auth::answer(link, &shared.secret, deadline, |claim| shared.admit(claim))
-        .map_err(|e| (address.clone(), first_line(&e)))?;
+    let claim =
+        auth::answer(link, &shared.secret, deadline, |claim| shared.admit(claim)).map_err(|error| {
+            if let AuthError::Refused { claim: Some(claim), why } = error {
+                shared.refused().insert(claim.from, why);
+            }
+            (address.clone(), first_line(&error))
+        })?;
     match receive(link, MAX_REPORT_BYTES, deadline) {
         Ok(ToLobby::Report(entry)) if entry.rank == claim.from => Ok((claim.from, entry)),
         Ok(_) => {
@@ -176,6 +195,10 @@ impl Shared {
         self.taken.lock().expect("no thread panics while it holds the list")
     }
 
+    fn refused(&self) -> MutexGuard<'_, BTreeMap<Rank, Refusal>> {
+        self.refused.lock().expect("no thread panics while it holds the list")
+    }
+
     fn admit(&self, claim: Claim) -> Result<(), Refusal> {
         if claim.role != Role::Rendezvous {
             return Err(Refusal::WrongDoor);
@@ -190,36 +213,67 @@ impl Shared {
 /// The thread that decides.
 struct Desk {
     shared: Arc<Shared>,
+    patience: Patience,
     members: BTreeMap<Rank, (Entry, Socket)>,
-    ready: BTreeMap<u64, BTreeSet<Rank>>,
+    /// By round: who is ready, and when the first was.
+    ready: BTreeMap<u64, (BTreeSet<Rank>, Deadline)>,
     gone: BTreeSet<Rank>,
+    pulse: Pulse,
     evidence: Evidence,
 }
 
 impl Desk {
-    fn new(shared: Arc<Shared>) -> Self {
+    fn new(shared: Arc<Shared>, patience: Patience) -> Self {
         let (members, ready, gone) = Default::default();
-        Self { shared, members, ready, gone, evidence: Evidence::default() }
+        let pulse = Pulse::new(Monotonic.now_ns());
+        Self { shared, patience, members, ready, gone, pulse, evidence: Evidence::default() }
     }
 
-    fn run(mut self, inbox: &Receiver<Event>, arrive: Deadline) {
+    fn run(mut self, inbox: &Receiver<Event>) {
         let mut judged_at: Option<Deadline> = None;
         while self.gone.len() < self.shared.roster.len() && !self.shared.stop.load(Ordering::Relaxed) {
-            let all_in = self.members.len() == self.shared.roster.len();
-            let until = judged_at.or((!all_in).then_some(arrive));
+            let until = judged_at.or((!self.all_in()).then_some(self.patience.arrive));
             match self.next(inbox, until) {
                 Some(event) => self.take(event),
                 None if until.is_some_and(Deadline::passed) || self.all_reported() => break,
                 None => {}
             }
+            self.feel_pulse();
+            if self.late_at_barrier().is_some() {
+                break;
+            }
             judged_at = self.judged_at(judged_at);
         }
-        self.finish(arrive);
+        self.finish();
     }
 
-    /// When to decide who is at fault: soon after the first sign, sooner after a death.
+    fn all_in(&self) -> bool {
+        self.members.len() == self.shared.roster.len()
+    }
+
+    /// Asks everybody for a sign of life from time to time, and notes who gives none.
+    fn feel_pulse(&mut self) {
+        let now = Monotonic.now_ns();
+        self.pulse.look(now);
+        if self.all_in() && self.pulse.is_due(now) {
+            let present = self.members.keys().filter(|r| !self.gone.contains(r)).copied();
+            present.collect::<Vec<_>>().into_iter().for_each(|rank| self.ping(rank));
+        }
+        let patience = self.patience.silence.as_nanos() as u64 + 2 * PING_NS;
+        let silent = |for_ns| &self.pulse.silent(now, for_ns) - &self.gone;
+        self.evidence.overdue = !silent(patience).is_empty();
+        self.evidence.silent = silent(HUSHED_NS);
+    }
+
+    fn ping(&mut self, rank: Rank) {
+        let Some((_, link)) = self.members.get_mut(&rank) else { return };
+        // Who cannot be told does not answer either, which will be noticed.
+        let _ = send(link, &ToRank::Ping { sent_ns: Monotonic.now_ns() }, Deadline::after(SEND));
+    }
+
+    /// When to decide who is at fault: soon after the first sign, the sooner the more is known.
     fn judged_at(&self, before: Option<Deadline>) -> Option<Deadline> {
-        let settle = if self.evidence.lost.is_empty() { SETTLE_FAULT } else { SETTLE_DEATH };
+        let settle = self.evidence.settles_after();
         match before {
             None if self.evidence.is_empty() => None,
             None => Some(Deadline::after(settle)),
@@ -233,79 +287,133 @@ impl Desk {
         !self.evidence.is_empty() && self.members.keys().all(reported)
     }
 
+    /// Those who keep the others waiting at a barrier for too long.
+    fn late_at_barrier(&self) -> Option<BTreeSet<Rank>> {
+        let (ready, _) = self.ready.values().find(|(_, until)| until.passed())?;
+        Some(&self.shared.roster - ready)
+    }
+
     /// The next event; none after a while, so that the loop looks at its deadlines.
     fn next(&self, inbox: &Receiver<Event>, until: Option<Deadline>) -> Option<Event> {
-        let a_while = Duration::from_millis(50);
-        let wait = until.map_or(a_while, |until| until.left().unwrap_or_default().min(a_while));
+        let wait = until.map_or(LOOK, |until| until.left().unwrap_or_default().min(LOOK));
         inbox.recv_timeout(wait).ok()
     }
 
     fn take(&mut self, event: Event) {
         match event {
             Event::Arrived(entry, link) => {
+                self.pulse.heard(entry.rank, Monotonic.now_ns());
+                self.evidence.hosts.insert(entry.rank, entry.host.clone());
                 self.members.insert(entry.rank, (entry, link));
-                if self.members.len() == self.shared.roster.len() {
-                    let table = self.members.values().map(|(entry, _)| entry.clone()).collect();
-                    self.tell_all(&ToRank::Table(table));
+                if self.all_in() {
+                    let table: Vec<Entry> = self.members.values().map(|(entry, _)| entry.clone()).collect();
+                    self.tell_all(|_| ToRank::Table(table.clone()));
+                    // Until now nobody was asked for a sign of life.
+                    let now = Monotonic.now_ns();
+                    self.shared.roster.iter().for_each(|rank| self.pulse.heard(*rank, now));
                 }
             }
-            Event::Said(rank, ToLobby::Ready { round }) => {
-                let ready = self.ready.entry(round).or_default();
-                ready.insert(rank);
-                if ready.len() == self.shared.roster.len() {
-                    self.ready.remove(&round);
-                    self.tell_all(&ToRank::Go { round });
-                }
+            Event::Said(rank, said, heard_ns) => {
+                self.pulse.heard(rank, heard_ns);
+                self.hear(rank, said, heard_ns);
             }
-            Event::Said(rank, ToLobby::Fault(fault)) => {
-                self.evidence.faults.insert(rank, fault);
-            }
-            Event::Said(rank, ToLobby::Bye) => {
-                self.gone.insert(rank);
-            }
-            // A second report, or a rank that said what was wrong or goodbye before it left.
-            Event::Said(_, ToLobby::Report(_)) => {}
-            Event::Lost(rank) => {
+            // A rank that said what was wrong, or goodbye, has left.
+            Event::Lost(rank, why) => {
                 if self.gone.insert(rank) && !self.evidence.faults.contains_key(&rank) {
-                    self.evidence.lost.insert(rank);
+                    self.evidence.lost.insert(rank, how_lost(&why));
                 }
             }
         }
     }
 
+    fn hear(&mut self, rank: Rank, said: ToLobby, back_ns: u64) {
+        match said {
+            ToLobby::Ready { round } => {
+                let late = || Deadline::after(self.patience.barrier);
+                let (ready, _) = self.ready.entry(round).or_insert_with(|| (BTreeSet::new(), late()));
+                ready.insert(rank);
+                if ready.len() == self.shared.roster.len() {
+                    self.ready.remove(&round);
+                    self.go(round);
+                }
+            }
+            ToLobby::Fault(fault) => drop(self.evidence.faults.insert(rank, fault)),
+            ToLobby::Pong { sent_ns, there_ns, answered_ns } => {
+                if self.pulse.answered(rank, RoundTrip { sent_ns, there_ns, answered_ns, back_ns }) {
+                    self.ping(rank);
+                }
+            }
+            ToLobby::Bye => drop(self.gone.insert(rank)),
+            ToLobby::Report(_) => {}
+        }
+    }
+
+    /// Opens a barrier.
+    fn go(&mut self, round: u64) {
+        let now = Monotonic.now_ns();
+        let clocks: BTreeMap<Rank, _> =
+            self.members.keys().filter_map(|rank| Some((*rank, self.pulse.offset(*rank, now)?))).collect();
+        self.tell_all(|rank| ToRank::Go { round, clock: clocks.get(&rank).copied() });
+    }
+
     /// Tells everybody how it ended, where it did not end well.
-    fn finish(&mut self, arrive: Deadline) {
-        let missing: BTreeSet<Rank> =
-            self.shared.roster.iter().filter(|r| !self.members.contains_key(r)).copied().collect();
-        let quiet = |r: &&Rank| !self.gone.contains(r) && !self.evidence.faults.contains_key(r);
-        self.evidence.silent = self.members.keys().filter(quiet).copied().collect();
-        let verdict = self.evidence.judge().or_else(|| {
-            let first = *missing.first()?;
-            let text =
-                format!("did not arrive: {} did not within {:.1} s", RankNames(&missing), arrive.allowed_s());
-            Some((first, text))
-        });
+    fn finish(&mut self) {
+        let verdict = self.evidence.judge().or_else(|| self.late()).or_else(|| self.missing());
         if let Some((culprit, text)) = verdict {
             let host =
                 self.members.get(&culprit).map_or("an unknown host".into(), |(entry, _)| entry.host.clone());
-            self.tell_all(&ToRank::Abort(Abort { culprit, host, text }));
+            self.tell_all(|_| ToRank::Abort(Abort { culprit, host: host.clone(), text: text.clone() }));
         }
         self.shared.stop.store(true, Ordering::Relaxed);
         // What was said still arrives; the threads that read end.
         self.members.values().for_each(|(_, link)| link.shut_down());
     }
 
+    fn late(&self) -> Option<(Rank, String)> {
+        let late = self.late_at_barrier()?;
+        let waited_s = self.patience.barrier.as_secs_f64();
+        let text = format!(
+            "keeps the others waiting: {} did not come to the barrier within {waited_s:.1} s of the first",
+            RankNames(&late)
+        );
+        Some((*late.first()?, text))
+    }
+
+    fn missing(&self) -> Option<(Rank, String)> {
+        let there = |rank: &&Rank| !self.members.contains_key(rank);
+        let missing: BTreeSet<Rank> = self.shared.roster.iter().filter(there).copied().collect();
+        let first = *missing.first()?;
+        let (names, waited_s) = (RankNames(&missing), self.patience.arrive.allowed_s());
+        let mut text = format!("did not arrive: {names} did not within {waited_s:.1} s");
+        if let Some((rank, why)) = self.shared.refused().iter().find(|(rank, _)| missing.contains(rank)) {
+            text += &format!("; somebody who claimed to be {rank} was turned away: {why}");
+        }
+        Some((first, text))
+    }
+
     /// The first rank last: the lobby lives in its process, and may end with it.
-    fn tell_all(&mut self, message: &ToRank) {
+    fn tell_all(&mut self, message: impl Fn(Rank) -> ToRank) {
         for (rank, (_, link)) in self.members.iter_mut().rev() {
             if self.gone.contains(rank) && !self.evidence.faults.contains_key(rank) {
                 continue;
             }
-            let told: Result<(), StreamError> = send(link, message, Deadline::after(SEND));
-            if told.is_err() && self.gone.insert(*rank) {
-                self.evidence.lost.insert(*rank);
+            let told: Result<(), StreamError> = send(link, &message(*rank), Deadline::after(SEND));
+            if let Err(why) = told
+                && self.gone.insert(*rank)
+            {
+                self.evidence.lost.insert(*rank, how_lost(&why));
             }
         }
+    }
+}
+
+fn how_lost(why: &StreamError) -> String {
+    match why {
+        // What the system says about a connection is about its end; the rest is about what was said.
+        StreamError::Io(cause) if cause.raw_os_error().is_none() => {
+            format!("says what no rank says to the rendezvous: {cause}")
+        }
+        _ => "is gone: its process died or its host was cut off".into(),
     }
 }
 

@@ -1,10 +1,10 @@
-//! A rank's side of the rendezvous: join, learn who is there, wait for the others, report faults.
+//! A rank's side of the rendezvous: join, learn who is there, answer pings, wait for the others, report faults.
 
 use std::collections::BTreeMap;
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::thread::Builder;
 use std::time::Duration;
 
@@ -13,17 +13,16 @@ use crossmesh_core::id::Rank;
 use super::doors::Doors;
 use super::lobby::without_delay;
 use super::message::{MAX_MESSAGE_BYTES, ToLobby, ToRank, receive, send};
-use super::{Abort, Entry, Fault, RendezvousError};
+use super::pulse::{HUSHED_NS, PING_NS};
+use super::{Abort, ClockOffset, Entry, Fault, RendezvousError};
 use crate::auth::{self, AuthError, Claim, Role, Secret};
+use crate::clock::{Clock, Monotonic};
 use crate::deadline::{Deadline, Socket, StreamError};
 
 /// The lobby may open a moment after we knock.
 const RETRY: Duration = Duration::from_millis(20);
 /// Sends to the lobby are small; it reads them at once or is not there.
 const SEND: Duration = Duration::from_secs(2);
-/// How long the lobby may be silent: barriers have deadlines of their own.
-const QUIET: Duration = Duration::from_secs(365 * 86400);
-
 /// The lobby names the ranks that are missing; wait a little longer than it does, to hear it.
 const LOBBY_FIRST: Duration = Duration::from_secs(2);
 /// The lobby's word on a fault comes within this time, or the lobby itself is in trouble.
@@ -42,21 +41,36 @@ pub struct Ticket<'a> {
     pub host: &'a str,
     pub secret: &'a Secret,
     pub deadline: Deadline,
+    /// How long the lobby may be silent afterwards.
+    pub silence: Duration,
 }
 
 /// A rank that has joined its job.
 pub struct Member {
     pub me: Entry,
     pub table: BTreeMap<Rank, Entry>,
-    link: Socket,
+    /// What our clock says, compared with the lobby's, as of the last barrier.
+    pub clock: ClockOffset,
+    link: Writer,
     round: u64,
     inbox: Receiver<Heard>,
-    leaving: Arc<AtomicBool>,
+    shared: Arc<Shared>,
+}
+
+/// Both threads write: one answers pings, the other reports.
+type Writer = Arc<Mutex<Socket>>;
+
+/// What the two threads know of each other.
+#[derive(Default)]
+struct Shared {
+    leaving: AtomicBool,
+    /// When the lobby was last heard.
+    heard_ns: AtomicU64,
 }
 
 /// What the thread that reads passes on.
 enum Heard {
-    Go(u64),
+    Go(u64, Option<ClockOffset>),
     Abort(Abort),
 }
 
@@ -76,22 +90,31 @@ impl Member {
         send(&mut link, &ToLobby::Report(me.clone()), ticket.deadline)?;
         let table = wait_for_table(&mut link, ticket.deadline.plus(LOBBY_FIRST))?;
         let (heard, inbox) = channel();
-        let leaving = Arc::new(AtomicBool::new(false));
+        let shared = Arc::new(Shared::default());
+        shared.heard_ns.store(Monotonic.now_ns(), Ordering::SeqCst);
         let lobby = table.values().next().cloned().unwrap_or_else(|| me.clone());
-        let reader = Reader { link: link.try_clone()?, heard, lobby, leaving: leaving.clone(), on_abort };
+        let (reading, link) = (link.try_clone()?, Arc::new(Mutex::new(link)));
+        let silence = ticket.silence + Duration::from_nanos(2 * PING_NS);
+        let answers = link.clone();
+        let reader =
+            Reader { link: reading, answers, heard, lobby, silence, shared: shared.clone(), on_abort };
         Builder::new().name("member".into()).spawn(move || reader.run())?;
-        Ok((Self { me, table, link, round: 0, inbox, leaving }, doors))
+        let clock = ClockOffset::default();
+        Ok((Self { me, table, clock, link, round: 0, inbox, shared }, doors))
     }
 
     /// Waits until every rank has come this far.
     pub fn barrier(&mut self, deadline: Deadline) -> Result<(), RendezvousError> {
         self.round += 1;
-        send(&mut self.link, &ToLobby::Ready { round: self.round }, deadline)?;
+        tell(&self.link, &ToLobby::Ready { round: self.round }, deadline)?;
         let timed_out = || RendezvousError::BarrierTimedOut(deadline.allowed_s());
         loop {
             match self.inbox.recv_timeout(deadline.left().ok_or_else(timed_out)?) {
-                Ok(Heard::Go(round)) if round == self.round => return Ok(()),
-                Ok(Heard::Go(_)) => {}
+                Ok(Heard::Go(round, clock)) if round == self.round => {
+                    self.clock = clock.unwrap_or(self.clock);
+                    return Ok(());
+                }
+                Ok(Heard::Go(..)) => {}
                 Ok(Heard::Abort(abort)) => return Err(RendezvousError::Aborted(abort)),
                 Err(RecvTimeoutError::Timeout) => return Err(timed_out()),
                 Err(RecvTimeoutError::Disconnected) => return Err(StreamError::Closed.into()),
@@ -100,54 +123,90 @@ impl Member {
     }
 
     /// Reports a fault, and waits for the lobby's word on who is to blame; without one, it is what we saw.
-    pub fn fail(mut self, fault: Fault) -> Abort {
-        let _ = send(&mut self.link, &ToLobby::Fault(fault.clone()), Deadline::after(SEND));
+    pub fn fail(self, fault: Fault) -> Abort {
+        let _ = tell(&self.link, &ToLobby::Fault(fault.clone()), Deadline::after(SEND));
         let deadline = Deadline::after(VERDICT);
         while let Some(left) = deadline.left() {
             match self.inbox.recv_timeout(left) {
                 Ok(Heard::Abort(abort)) => return abort,
-                Ok(Heard::Go(_)) => {}
+                Ok(Heard::Go(..)) => {}
                 Err(_) => break,
             }
         }
+        self.own_verdict(fault)
+    }
+
+    /// What we think without the lobby. If it is silent and on another host than the rank we waited for in vain, both
+    /// being beyond our own host: that one is cut off.
+    fn own_verdict(&self, fault: Fault) -> Abort {
+        let silent_ns = Monotonic.now_ns().saturating_sub(self.shared.heard_ns.load(Ordering::SeqCst));
+        let host_of = |rank: Rank| self.table.get(&rank).map_or("an unknown host", |entry| &entry.host);
         let culprit = fault.blames.unwrap_or(self.me.rank);
-        let host = self.table.get(&culprit).map_or("an unknown host", |entry| &entry.host).to_string();
-        Abort { culprit, host, text: format!("failed: {}", fault.text) }
+        let lobby = self.table.values().next().unwrap_or(&self.me);
+        let far = |host: &str| host != self.me.host;
+        if silent_ns > HUSHED_NS
+            && far(host_of(culprit))
+            && far(&lobby.host)
+            && lobby.host != host_of(culprit)
+        {
+            let whom = format!("neither {culprit} nor the rendezvous on {}", lobby.host);
+            let text = format!("is cut off: {whom} answers; {}", fault.text);
+            return Abort { culprit: self.me.rank, host: self.me.host.clone(), text };
+        }
+        let verb = if fault.blames.is_none() { "failed:" } else { "does not answer;" };
+        Abort { culprit, host: host_of(culprit).into(), text: format!("{verb} {}", fault.text) }
     }
 
     /// Says goodbye: the job may end without us.
-    pub fn leave(mut self) {
-        self.leaving.store(true, Ordering::SeqCst);
+    pub fn leave(self) {
+        self.shared.leaving.store(true, Ordering::SeqCst);
         // If the lobby is gone already, nobody misses us.
-        let _ = send(&mut self.link, &ToLobby::Bye, Deadline::after(SEND));
+        let _ = tell(&self.link, &ToLobby::Bye, Deadline::after(SEND));
     }
+}
+
+fn tell(link: &Writer, message: &ToLobby, deadline: Deadline) -> Result<(), StreamError> {
+    send(&mut *link.lock().expect("no thread panics while it writes"), message, deadline)
 }
 
 impl Drop for Member {
     fn drop(&mut self) {
-        self.leaving.store(true, Ordering::SeqCst);
-        self.link.shut_down();
+        self.shared.leaving.store(true, Ordering::SeqCst);
+        if let Ok(link) = self.link.lock() {
+            link.shut_down();
+        }
     }
 }
 
 /// The thread that listens to the lobby.
 struct Reader {
     link: Socket,
+    answers: Writer,
     heard: Sender<Heard>,
     /// The rank beside which the lobby is.
     lobby: Entry,
-    leaving: Arc<AtomicBool>,
+    silence: Duration,
+    shared: Arc<Shared>,
     on_abort: OnAbort,
 }
 
 impl Reader {
     fn run(mut self) {
         loop {
-            let passed_on = match receive(&mut self.link, MAX_MESSAGE_BYTES, Deadline::after(QUIET)) {
-                Ok(ToRank::Go { round }) => self.heard.send(Heard::Go(round)),
+            let received = self.receive();
+            let there_ns = Monotonic.now_ns();
+            if received.is_ok() {
+                self.shared.heard_ns.store(there_ns, Ordering::SeqCst);
+            }
+            let passed_on = match received {
+                Ok(ToRank::Go { round, clock }) => self.heard.send(Heard::Go(round, clock)),
+                Ok(ToRank::Ping { sent_ns }) => {
+                    self.answer(sent_ns, there_ns);
+                    Ok(())
+                }
                 Ok(ToRank::Abort(abort)) => return self.abort(abort),
                 Ok(ToRank::Table(_)) => Ok(()),
-                Err(_) if self.leaving.load(Ordering::SeqCst) => return,
+                Err(_) if self.shared.leaving.load(Ordering::SeqCst) => return,
                 Err(why) => return self.abort(self.lobby_gone(&why)),
             };
             if passed_on.is_err() {
@@ -156,8 +215,24 @@ impl Reader {
         }
     }
 
+    fn receive(&mut self) -> Result<ToRank, StreamError> {
+        match self.link.is_readable_within(self.silence).map_err(StreamError::Io)? {
+            true => receive(&mut self.link, MAX_MESSAGE_BYTES, Deadline::after(self.silence)),
+            false => Err(StreamError::TimedOut(self.silence.as_secs_f64())),
+        }
+    }
+
+    fn answer(&self, sent_ns: u64, there_ns: u64) {
+        let pong = ToLobby::Pong { sent_ns, there_ns, answered_ns: Monotonic.now_ns() };
+        // A lobby that takes nothing does not ask again, which will be noticed.
+        let _ = tell(&self.answers, &pong, Deadline::after(SEND));
+    }
+
     fn lobby_gone(&self, why: &StreamError) -> Abort {
-        let text = format!("is gone, and the rendezvous with it: {why}");
+        let text = match why {
+            StreamError::TimedOut(_) => format!("does not answer, nor the rendezvous beside it: {why}"),
+            _ => format!("is gone, and the rendezvous with it: {why}"),
+        };
         Abort { culprit: self.lobby.rank, host: self.lobby.host.clone(), text }
     }
 
@@ -172,7 +247,7 @@ fn wait_for_table(link: &mut Socket, deadline: Deadline) -> Result<BTreeMap<Rank
     match receive(link, MAX_MESSAGE_BYTES, deadline)? {
         ToRank::Table(table) => Ok(table.into_iter().map(|entry| (entry.rank, entry)).collect()),
         ToRank::Abort(abort) => Err(RendezvousError::Aborted(abort)),
-        ToRank::Go { .. } => Err(RendezvousError::Unexpected { expected: "the table" }),
+        ToRank::Go { .. } | ToRank::Ping { .. } => Err(RendezvousError::Unexpected { expected: "the table" }),
     }
 }
 

@@ -3,7 +3,7 @@
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Abort, Entry, Fault};
+use super::{Abort, ClockOffset, Entry, Fault};
 use crate::deadline::{Deadline, Stream, StreamError, read_exact_by, write_all_by};
 
 /// A table of many thousand ranks fits; a stranger's idea of a length does not.
@@ -20,6 +20,12 @@ pub enum ToLobby {
         round: u64,
     },
     Fault(Fault),
+    /// The answer to a ping: when that was sent, by the lobby's clock, and when it came and was answered, by ours.
+    Pong {
+        sent_ns: u64,
+        there_ns: u64,
+        answered_ns: u64,
+    },
     /// The rank is done; that its connection closes now means nothing.
     Bye,
 }
@@ -29,7 +35,15 @@ pub enum ToLobby {
 #[serde(rename_all = "snake_case")]
 pub enum ToRank {
     Table(Vec<Entry>),
-    Go { round: u64 },
+    /// Everybody is ready. With it comes what the lobby knows of the rank's clock.
+    Go {
+        round: u64,
+        clock: Option<ClockOffset>,
+    },
+    /// To be answered at once.
+    Ping {
+        sent_ns: u64,
+    },
     Abort(Abort),
 }
 

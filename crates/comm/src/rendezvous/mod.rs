@@ -7,10 +7,12 @@
 //!              inside a host over a Unix socket, else over TCP
 //!
 //! every rank   -- ready -->  <-- go --               a barrier
+//!              <-- ping --   -- pong -->             who lives, and what its clock says
 //!              -- fault -->  <-- abort --            one culprit, the same for everybody
 //! ```
 //!
-//! The connection to the lobby stays open. A rank that dies closes it; the lobby then tells the others whom to name.
+//! The connection to the lobby stays open. A rank that dies closes it, one that is stopped or cut off does not answer; the
+//! lobby then tells the others whom to name. That the lobby is gone itself shows in pings that do not come.
 //! Strangers are turned away and logged, in a line with address and reason. Every step has a deadline.
 
 use std::collections::BTreeSet;
@@ -27,11 +29,13 @@ mod doors;
 mod lobby;
 mod member;
 mod message;
+mod pulse;
 
 pub use blame::{Abort, Fault};
 pub use doors::{Doors, connect};
-pub use lobby::Lobby;
+pub use lobby::{Lobby, Patience};
 pub use member::{Member, OnAbort, Ticket};
+pub use pulse::ClockOffset;
 
 /// Where a line about a stranger goes.
 pub type Log = Arc<dyn Fn(&str) + Send + Sync>;

@@ -6,8 +6,10 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use super::*;
-use crate::auth::{Refusal, Secret};
+use crate::auth::{self, Refusal, Secret};
 use crate::deadline::{Deadline, Socket};
+
+const SILENCE: Duration = Duration::from_secs(2);
 
 fn within(seconds: u64) -> Deadline {
     Deadline::after(Duration::from_secs(seconds))
@@ -32,7 +34,8 @@ fn open(n: u32, arrive: Deadline) -> Place {
         let lines = lines.clone();
         Arc::new(move |line: &str| lines.lock().unwrap().push(line.to_string()))
     };
-    let lobby = Lobby::open(listener, secret(), (0..n).map(Rank).collect(), arrive, log).unwrap();
+    let patience = Patience { arrive, silence: SILENCE, barrier: Duration::from_secs(1) };
+    let lobby = Lobby::open(listener, secret(), (0..n).map(Rank).collect(), patience, log).unwrap();
     Place { port, lobby, log: lines }
 }
 
@@ -43,7 +46,8 @@ fn join_as(
     secret: &Secret,
 ) -> Result<(Member, Doors, Receiver<Abort>), RendezvousError> {
     let (aborts, aborted) = channel();
-    let ticket = Ticket { master: ("127.0.0.1", port), rank: Rank(rank), host, secret, deadline: within(10) };
+    let (master, rank) = (("127.0.0.1", port), Rank(rank));
+    let ticket = Ticket { master, rank, host, secret, deadline: within(10), silence: SILENCE };
     let on_abort: OnAbort = Box::new(move |abort| drop(aborts.send(abort.clone())));
     let (member, doors) = Member::join(&ticket, on_abort)?;
     Ok((member, doors, aborted))
@@ -147,15 +151,98 @@ fn faults_lead_to_the_one_who_says_nothing() {
         let (mut member, _doors, aborted) = join_as(place.port, rank, "h", &secret()).unwrap();
         member.barrier(within(10)).unwrap();
         if rank == 3 {
-            // Stopped: it neither reports nor closes.
+            // Stuck: it answers, and does not report.
             return aborted.recv_timeout(Duration::from_secs(3)).unwrap();
         }
-        let fault =
-            Fault { blames: Some(Rank(rank + 1)), text: format!("recv from r{}, 8 B left", rank + 1) };
+        let fault = Fault {
+            blames: Some(Rank(rank + 1)),
+            hearsay: false,
+            text: format!("recv from r{}, 8 B left", rank + 1),
+        };
         member.fail(fault)
     });
     for abort in heard {
-        assert_eq!(abort.to_string(), "r3 on h does not answer; recv from r3, 8 B left");
+        assert_eq!(abort.to_string(), "r3 on h keeps the others waiting; recv from r3, 8 B left");
+    }
+}
+
+/// Joins as a rank and then says nothing, as one that was stopped.
+fn join_and_stop(port: u16, rank: u32) -> Socket {
+    let mut link = Socket::Tcp(TcpStream::connect(("127.0.0.1", port)).unwrap());
+    let claim = auth::Claim { role: auth::Role::Rendezvous, from: Rank(rank), to: Rank(rank) };
+    auth::dial(&mut link, &secret(), claim, within(10)).unwrap();
+    let nowhere = "127.0.0.1:1".parse().unwrap();
+    let me = Entry { rank: Rank(rank), host: "h1".into(), pid: 1, tcp: nowhere, unix: String::new() };
+    message::send(&mut link, &message::ToLobby::Report(me), within(10)).unwrap();
+    link
+}
+
+#[test]
+fn a_rank_that_does_not_answer_is_named_to_all_others() {
+    let place = open(3, within(10));
+    let _stopped = join_and_stop(place.port, 1);
+    let heard = everyone(2, |rank| {
+        let (_member, _doors, aborted) = join_as(place.port, 2 * rank, "h0", &secret()).unwrap();
+        aborted.recv_timeout(SILENCE + Duration::from_secs(2)).unwrap()
+    });
+    for abort in heard {
+        assert_eq!(abort.to_string(), "r1 on h1 does not answer; nothing was outstanding with it");
+    }
+}
+
+#[test]
+fn a_rank_that_keeps_the_others_waiting_at_a_barrier_is_named() {
+    let place = open(3, within(10));
+    let heard = everyone(3, |rank| {
+        let (mut member, _doors, aborted) = join_as(place.port, rank, "h", &secret()).unwrap();
+        match rank {
+            2 => aborted.recv_timeout(Duration::from_secs(5)).unwrap().to_string(),
+            _ => member.barrier(within(5)).unwrap_err().to_string(),
+        }
+    });
+    let late =
+        "r2 on h keeps the others waiting: rank 2 did not come to the barrier within 1.0 s of the first";
+    assert_eq!(heard, [late; 3]);
+}
+
+#[test]
+fn a_lobby_that_falls_silent_is_named() {
+    let listener = Lobby::listen(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    // A lobby that lets r1 in, hands out the table, and is stopped.
+    let lobby = std::thread::Builder::new().spawn(move || {
+        listener.set_nonblocking(false).unwrap();
+        let mut link = Socket::Tcp(listener.accept().unwrap().0);
+        auth::answer(&mut link, &secret(), within(10), |_| Ok(())).unwrap();
+        let me = message::receive(&mut link, 1 << 16, within(10)).unwrap();
+        let message::ToLobby::Report(me) = me else { panic!("{me:?}") };
+        let first = Entry { rank: Rank(0), host: "h9".into(), ..me.clone() };
+        message::send(&mut link, &message::ToRank::Table(vec![first, me]), within(10)).unwrap();
+        link
+    });
+    let (_member, _doors, aborted) = join_as(port, 1, "h1", &secret()).unwrap();
+    let abort = aborted.recv_timeout(SILENCE + Duration::from_secs(1)).unwrap();
+    assert!(
+        abort.to_string().starts_with("r0 on h9 does not answer, nor the rendezvous beside it"),
+        "{abort}"
+    );
+    drop(lobby.unwrap().join().unwrap());
+}
+
+/// Ranks of one machine have one clock: the offset is nothing, and the lobby must not be surer than it can be.
+#[test]
+fn a_barrier_tells_what_the_clocks_say() {
+    let place = open(2, within(10));
+    let clocks = everyone(2, |rank| {
+        let (mut member, _doors, _) = join_as(place.port, rank, "h", &secret()).unwrap();
+        // The first pings have come and gone by the second barrier.
+        let clocks = [(); 2].map(|()| member.barrier(within(10)).map(|()| member.clock).unwrap());
+        member.barrier(within(10)).unwrap();
+        member.leave();
+        clocks[1]
+    });
+    for clock in clocks {
+        assert!(clock.error_ns > 0 && clock.offset_ns.unsigned_abs() <= clock.error_ns, "{clock:?}");
     }
 }
 
