@@ -16,12 +16,14 @@ mod input;
 mod links;
 mod output;
 mod predict;
+mod records;
 #[cfg(test)]
 mod reference;
 mod report;
 mod runner;
 mod suite;
 mod summary;
+mod trace_doc;
 
 /// What a command found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -39,12 +39,16 @@ impl Prediction {
 
     /// The plan document, as text.
     pub fn document(&self) -> String {
+        self.plan_doc().to_json()
+    }
+
+    pub fn plan_doc(&self) -> PlanDoc {
         let figures = Figures {
             lower_bound_s: self.bound.seconds,
             predicted_s: self.seconds(),
             peak_extra_bytes: self.peak_extra_bytes(),
         };
-        PlanDoc::new(&self.plan, figures).to_json()
+        PlanDoc::new(&self.plan, figures)
     }
 
     pub fn seconds(&self) -> f64 {

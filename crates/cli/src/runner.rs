@@ -11,6 +11,7 @@ use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
+use crossmesh_comm::rendezvous::Abort;
 use crossmesh_core::id::{HostId, Rank};
 use crossmesh_core::reshard::Plan;
 
@@ -18,6 +19,7 @@ use crate::commands::launch::free_port;
 use crate::commands::rank::{Said, Summary};
 use crate::output::Progress;
 use crate::predict::Prediction;
+use crate::records::{MeasuredTrace, Records};
 
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 512;
@@ -35,8 +37,10 @@ pub struct RunOptions {
     pub deadline: Option<Duration>,
     /// How long ranks may take to arrive.
     pub arrive: Duration,
-    /// Where to write, after a failure, how far every op of every rank was.
+    /// Where to write how far every op of every rank was in the end.
     pub flight: Option<std::path::PathBuf>,
+    /// Whether to note when every op ran.
+    pub trace: bool,
 }
 
 /// What a run showed.
@@ -47,6 +51,8 @@ pub struct Measured {
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
     pub peak_rss_bytes: Option<u64>,
+    /// Of the last run, where it was asked for.
+    pub trace: Option<MeasuredTrace>,
 }
 
 impl Measured {
@@ -68,26 +74,42 @@ pub struct RunFailed {
     outcome: Outcome,
     /// What ranks said on stderr.
     said: Vec<(Rank, String)>,
+    /// Why the job ended, in the words of those who ended in time to say so.
+    aborts: Vec<Abort>,
 }
 
 impl std::error::Error for RunFailed {}
 
 impl fmt::Display for RunFailed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // What most ranks agree on; a rank that died said nothing.
-        let mut votes: BTreeMap<&str, usize> = BTreeMap::new();
-        for (_, line) in &self.said {
-            if let Some(reason) = line.strip_prefix("error: ") {
-                *votes.entry(reason).or_default() += 1;
-            }
-        }
-        match (votes.into_iter().max_by_key(|(_, votes)| *votes), self.outcome) {
-            (Some((reason, _)), _) => f.write_str(reason),
-            (None, Outcome::Failed { rank, status }) => write!(f, "{rank} failed: {status}"),
-            (None, Outcome::Signalled(signal)) => write!(f, "ended by signal {signal}"),
-            (None, _) => f.write_str("the run took too long and was ended"),
+        let alone = self.said.iter().find_map(|(_, line)| line.strip_prefix("error: "));
+        match (agreed(&self.aborts), alone, self.outcome) {
+            (Some(abort), ..) => write!(f, "{abort}"),
+            // It failed before there was anybody to agree with.
+            (None, Some(reason), _) => f.write_str(reason),
+            (None, None, Outcome::Failed { rank, status }) => write!(f, "{rank} failed: {status}"),
+            (None, None, Outcome::Signalled(signal)) => write!(f, "ended by signal {signal}"),
+            (None, None, _) => f.write_str("the run took too long and was ended"),
         }
     }
+}
+
+/// What most ranks agree on: first the host, then the rank there, then the words. Ranks of a host that was cut off hear
+/// nothing of the others, and are few.
+fn agreed(aborts: &[Abort]) -> Option<&Abort> {
+    let most = |of: &dyn Fn(&Abort) -> String, among: &[&Abort]| {
+        let mut votes: BTreeMap<String, usize> = BTreeMap::new();
+        among.iter().for_each(|abort| *votes.entry(of(abort)).or_default() += 1);
+        votes.into_iter().max_by_key(|(_, votes)| *votes).map(|(key, _)| key)
+    };
+    let ways: [&dyn Fn(&Abort) -> String; 3] =
+        [&|a| a.host.clone(), &|a| a.culprit.to_string(), &|a| a.text.clone()];
+    let mut among: Vec<&Abort> = aborts.iter().collect();
+    for of in ways {
+        let winner = most(of, &among)?;
+        among.retain(|abort| of(abort) == winner);
+    }
+    among.first().copied()
 }
 
 /// Runs a plan that was predicted.
@@ -110,16 +132,24 @@ pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progre
     let heard = Arc::new(Heard::default());
     let job = Job::start(processes.collect::<Result<_>>()?, listen(&heard, options.repeat), GRACE)?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
-    let outcome = job.wait(&signals, None);
+    let (outcome, statuses) = job.wait_each(&signals, None);
     progress.say("");
     let summaries = std::mem::take(&mut *heard.summaries.lock().expect("no thread panics with it"));
+    let records = Records { folder: folder.path(), prediction };
     let wrong_answer = matches!(outcome, Outcome::Failed { status, .. } if status.code() == Some(1));
     if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
-        return Ok(measured(&summaries, options.repeat));
+        if let Some(path) = &options.flight {
+            records.write_flight(path, None, &statuses);
+        }
+        let trace = options.trace.then(|| records.trace()).transpose()?;
+        return Ok(Measured { trace, ..measured(&summaries, options.repeat) });
     }
-    save_flight(options, prediction, folder.path());
     let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
-    Err(RunFailed { outcome, said }.into())
+    let aborts = std::mem::take(&mut *heard.aborts.lock().expect("no thread panics with it"));
+    if let Some(path) = &options.flight {
+        records.write_flight(path, agreed(&aborts), &statuses);
+    }
+    Err(RunFailed { outcome, said, aborts }.into())
 }
 
 /// The hosts of a run.
@@ -183,7 +213,9 @@ fn process(
     flag("--repeat", options.repeat.to_string());
     flag("--deadline-ms", deadline.as_millis().max(1).to_string());
     flag("--arrive-ms", options.arrive.as_millis().to_string());
-    flag("--flight", folder.display().to_string());
+    if options.flight.is_some() || options.trace {
+        flag("--records", folder.display().to_string());
+    }
     Ok(Process {
         rank,
         program: std::env::current_exe().context("the program cannot find itself")?.into(),
@@ -204,6 +236,7 @@ fn default_deadline(predicted_s: f64) -> Duration {
 struct Heard {
     summaries: Mutex<Vec<Summary>>,
     said: Mutex<Vec<(Rank, String)>>,
+    aborts: Mutex<Vec<Abort>>,
 }
 
 fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
@@ -213,6 +246,9 @@ fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
         (Source::Stdout, Ok(Said::Report(summary))) => {
             heard.summaries.lock().expect("no thread panics with it").push(summary);
         }
+        (Source::Stdout, Ok(Said::Abort(abort))) => {
+            heard.aborts.lock().expect("no thread panics with it").push(abort);
+        }
         _ => {
             let _ = writeln!(std::io::stderr(), "[{}] {}", line.rank.0, line.text);
             heard.said.lock().expect("no thread panics with it").push((line.rank, line.text.to_string()));
@@ -220,7 +256,7 @@ fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
     })
 }
 
-/// All ranks of a run share the machine's clock.
+/// Times are by the first rank's clock.
 fn measured(summaries: &[Summary], repeat: u32) -> Measured {
     let span = |run: usize| {
         let start = summaries.iter().map(|s| s.started_ns[run]).min().unwrap_or(0);
@@ -235,25 +271,6 @@ fn measured(summaries: &[Summary], repeat: u32) -> Measured {
             .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
             .collect(),
         peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
-    }
-}
-
-/// Puts the records of all ranks, and the plan, into one file.
-fn save_flight(options: &RunOptions, prediction: &Prediction, folder: &std::path::Path) {
-    let Some(path) = &options.flight else { return };
-    let read = |rank: u32| {
-        let text = std::fs::read_to_string(folder.join(format!("{}.json", Rank(rank)))).ok()?;
-        serde_json::from_str::<serde_json::Value>(&text).ok()
-    };
-    let ranks = prediction.plan.problem.topology.num_ranks() as u32;
-    let plan: serde_json::Value = serde_json::from_str(&prediction.document()).unwrap_or_default();
-    let record = serde_json::json!({
-        "schema": "crossmesh.flight/1",
-        "plan": plan,
-        "ranks": (0..ranks).filter_map(read).collect::<Vec<_>>(),
-    });
-    // The failure itself is what matters; it is told either way.
-    if std::fs::write(path, record.to_string() + "\n").is_err() {
-        let _ = writeln!(std::io::stderr(), "cannot write the flight record to {}", path.display());
+        trace: None,
     }
 }

@@ -15,17 +15,33 @@ pub enum CommError {
     Timeout { me: Rank, peer: Rank, host: String, op: String, tensor: String, bytes: u64, waited_ms: u64 },
     #[error("{me} lost {peer} (host {host}) during {op} of tensor {tensor}, {bytes} B outstanding: {cause}")]
     PeerLost { me: Rank, peer: Rank, host: String, op: String, tensor: String, bytes: u64, cause: String },
-    #[error("{me} cannot make sense of what {peer} (host {host}) sends: {cause}")]
+    #[error(
+        "{me} cannot make sense of what {peer} (host {host}) sends during {op} of tensor {tensor}, {bytes} B outstanding: {cause}"
+    )]
     Protocol {
         me: Rank,
         peer: Rank,
         host: String,
+        op: String,
+        tensor: String,
+        bytes: u64,
         #[source]
         cause: WireError,
     },
+    #[error(
+        "{me}'s own end of its connection to {peer} is closed, during {op} of tensor {tensor}, {bytes} B outstanding"
+    )]
+    BrokenHere { me: Rank, peer: Rank, op: String, tensor: String, bytes: u64 },
+    #[error(
+        "{me} (host {host}) is cut off: no peer of another host is heard; {op} of tensor {tensor}, {bytes} B outstanding, nothing moved for {waited_ms} ms"
+    )]
+    CutOff { me: Rank, host: String, op: String, tensor: String, bytes: u64, waited_ms: u64 },
     /// Another rank found out first.
     #[error("{me} stops because of {culprit} (host {host}): {reason}")]
     Aborted { me: Rank, culprit: Rank, host: String, reason: String },
+    /// The whole job was ended, and everybody told why.
+    #[error("{me} stops because of {culprit} (host {host}): {reason}")]
+    Interrupted { me: Rank, culprit: Rank, host: String, reason: String },
     #[error("{me} has no connection to {peer}, which its program talks to")]
     NoLink { me: Rank, peer: Rank },
     #[error(
@@ -45,7 +61,8 @@ impl CommError {
             CommError::Timeout { peer, .. }
             | CommError::PeerLost { peer, .. }
             | CommError::Protocol { peer, .. } => Some(*peer),
-            CommError::Aborted { culprit, .. } => Some(*culprit),
+            CommError::Aborted { culprit, .. } | CommError::Interrupted { culprit, .. } => Some(*culprit),
+            CommError::CutOff { me, .. } | CommError::BrokenHere { me, .. } => Some(*me),
             _ => None,
         }
     }

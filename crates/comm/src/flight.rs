@@ -1,29 +1,108 @@
-//! The flight record: what a rank was doing when it gave up, as JSON.
+//! The flight record, `crossmesh.flight/1`: what every rank was doing when the run was given up, as JSON.
+//!
+//! ```text
+//! rank    its last ops, how far each is, whom it waits for, when it last heard of whom      FlightRecord
+//! run     the plan, the verdict, how every process ended, and the records of those that could write one      Flight
+//! ```
+//!
+//! `docs/flight-format.md` has the fields; `crossmesh explain --flight` replays it in the simulator.
 
 use crossmesh_core::id::Rank;
+use crossmesh_core::reshard::doc::PlanDoc;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::Job;
 use crate::error::CommError;
+use crate::rendezvous::Abort;
 
 pub const SCHEMA: &str = "crossmesh.flight/1";
 /// Ops that ended, the latest ones; all that have not ended are kept, up to the same number.
 const KEPT: usize = 256;
 
+/// The record of a whole run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Flight {
+    pub schema: String,
+    /// What ran, complete.
+    pub plan: PlanDoc,
+    /// What the ranks agreed on; nothing where all went well.
+    pub verdict: Option<Abort>,
+    pub processes: Vec<ProcessRecord>,
+    /// Of the ranks that could write one: who was killed or stopped could not.
+    pub ranks: Vec<FlightRecord>,
+}
+
+/// How a rank's process ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessRecord {
+    pub rank: Rank,
+    pub host: String,
+    /// As a shell would say it: `exit status: 2`, `signal: 9 (SIGKILL)`.
+    pub ended: String,
+}
+
 /// One rank's record.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FlightRecord {
-    pub schema: String,
     pub rank: Rank,
+    /// Whom this rank blames, and in which words; nothing where all went well.
     pub culprit: Option<Rank>,
-    pub error: String,
+    pub error: Option<String>,
+    /// When its run started, by the clock of the first rank, and by how much that may be wrong. Missing where the clocks
+    /// were not compared.
+    #[serde(default)]
+    pub started_ns: Option<u64>,
+    #[serde(default)]
+    pub clock_error_ns: Option<u64>,
+    /// The wait that began first, of those that have not ended.
+    #[serde(default)]
+    pub waits_for: Option<Wait>,
+    #[serde(default)]
+    pub peers: Vec<PeerRecord>,
+    /// The programs under way; none where the rank waited for the others to start or to end.
     pub jobs: Vec<JobRecord>,
+}
+
+/// What a rank waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wait {
+    pub peer: Rank,
+    /// Whom that one waits for, by its last word.
+    pub further: Option<Rank>,
+    /// The op, in the rank's program.
+    pub job: u32,
+    pub op: u32,
+}
+
+/// What a rank knows of a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PeerRecord {
+    pub rank: Rank,
+    /// How long ago it was last heard.
+    pub silent_s: f64,
+    pub waits_for: Option<Rank>,
+    pub state: PeerState,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PeerState {
+    Connected,
+    /// It took its leave.
+    Done,
+    /// The connection ended.
+    Lost,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct JobRecord {
     pub job: u32,
     pub ops_left: usize,
+    /// When this was written, and when something last moved; all times are seconds from the job's start on this rank.
+    #[serde(default)]
+    pub at_s: f64,
+    #[serde(default)]
+    pub moved_s: f64,
     pub ops: Vec<OpRecord>,
 }
 
@@ -53,15 +132,23 @@ pub enum OpState {
 }
 
 impl FlightRecord {
-    pub(crate) fn of<'a>(me: Rank, error: &CommError, jobs: impl Iterator<Item = &'a Job>) -> Self {
-        let jobs = jobs.map(JobRecord::of).collect();
-        let (culprit, error) = (error.culprit(), error.to_string());
-        Self { schema: SCHEMA.into(), rank: me, culprit, error, jobs }
+    /// The record of a rank that has nothing under way.
+    pub fn idle(rank: Rank, error: Option<&CommError>) -> Self {
+        Self {
+            rank,
+            culprit: error.and_then(CommError::culprit),
+            error: error.map(CommError::to_string),
+            started_ns: None,
+            clock_error_ns: None,
+            waits_for: None,
+            peers: vec![],
+            jobs: vec![],
+        }
     }
 }
 
 impl JobRecord {
-    fn of(job: &Job) -> Self {
+    pub(crate) fn of(job: &Job, now_ns: u64) -> Self {
         let spans = job.spans();
         let mut done: Vec<u32> = (0..job.ops.len() as u32).filter(|i| job.ops[*i as usize].done).collect();
         done.sort_by_key(|i| job.ops[*i as usize].ended_ns);
@@ -87,6 +174,13 @@ impl JobRecord {
                 end_s: span.end_s,
             }
         };
-        Self { job: job.spec.id, ops_left: job.left, ops: kept.into_iter().map(record).collect() }
+        let seconds = |ns: u64| ns.saturating_sub(job.started_ns) as f64 * 1e-9;
+        Self {
+            job: job.spec.id,
+            ops_left: job.left,
+            at_s: seconds(now_ns),
+            moved_s: seconds(job.moved_ns),
+            ops: kept.into_iter().map(record).collect(),
+        }
     }
 }

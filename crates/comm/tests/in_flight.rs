@@ -21,7 +21,7 @@ fn plans() -> Vec<Plan> {
 }
 
 fn run_rank(rank: Rank, links: Links, plans: &[Plan], sharing: Sharing) {
-    let options = EngineOptions { deadline_ms: 10_000, hosts: vec![] };
+    let options = EngineOptions { deadline_ms: 10_000, ..Default::default() };
     let mut engine = Engine::new(rank, links, Box::new(Monotonic), options).unwrap();
     let mut started = vec![];
     // Every rank starts them in an order of its own.

@@ -9,3 +9,4 @@ pub mod mutate;
 pub mod replay;
 pub mod seed;
 pub mod simple;
+pub mod sockets;

@@ -5,6 +5,7 @@
 //! ```text
 //! {"round":1}                      the first rank: everybody was ready, a run begins
 //! {"report":{"rank":3,...}}        all runs are over
+//! {"abort":{"culprit":2,...}}      the run failed, and why; the same is said on stderr
 //! ```
 
 use std::collections::BTreeSet;
@@ -18,12 +19,13 @@ use anyhow::{Context, Result};
 use crossmesh_comm::auth::Secret;
 use crossmesh_comm::clock::{Clock, Monotonic};
 use crossmesh_comm::deadline::{Deadline, Socket};
-use crossmesh_comm::engine::EngineOptions;
+use crossmesh_comm::engine::{EngineOptions, Interrupt};
 use crossmesh_comm::environment::{Flags, Place, Variables, host_name, place, variables};
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, execute, peers_of};
+use crossmesh_comm::flight::FlightRecord;
 use crossmesh_comm::rendezvous::{
-    Abort, Fault, Lobby, Log, Member, OnAbort, RendezvousError, Ticket, connect,
+    Abort, Fault, Lobby, Log, Member, OnAbort, Patience, RendezvousError, Ticket, connect,
 };
 use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::stream::StreamLink;
@@ -37,8 +39,10 @@ use crate::output;
 
 /// An aborted rank has this long to come to its own end, and write down where it stood.
 const LAST_WORDS: Duration = Duration::from_millis(700);
-/// Checking every element between runs takes a while on a small machine.
+/// Ranks come to a barrier when their part is done, and checking every element takes a while on a small machine. One that
+/// is stopped or dies meanwhile is noticed by other means, and sooner.
 const BARRIER: Duration = Duration::from_secs(120);
+const BARRIER_DEADLINES: u32 = 20;
 
 /// Run one rank of a plan; `crossmesh run` starts these.
 #[derive(Debug, clap::Args)]
@@ -54,9 +58,9 @@ pub struct Args {
     /// How long ranks may take to arrive
     #[arg(long, value_name = "MS")]
     arrive_ms: u64,
-    /// Where to write down, after a failure, how far every op was
+    /// Where to write down when every op ran or, after a failure, how far it was
     #[arg(long, value_name = "FOLDER")]
-    flight: Option<PathBuf>,
+    records: Option<PathBuf>,
 }
 
 /// A connection to every rank that the plan needs.
@@ -68,14 +72,39 @@ type Links = Vec<(Rank, Box<dyn Link>)>;
 pub enum Said {
     Round(u32),
     Report(Summary),
+    Abort(Abort),
+}
+
+/// When every op of a rank's last run ran: a file beside the others'.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Spans {
+    pub rank: Rank,
+    /// By the clock of the first rank, and by how much that may be wrong.
+    pub started_ns: u64,
+    pub clock_error_ns: Option<u64>,
+    /// Seconds from there.
+    pub ops: Vec<(f64, f64)>,
+}
+
+impl Spans {
+    pub fn file(folder: &Path, rank: Rank) -> PathBuf {
+        folder.join(format!("{rank}-spans.json"))
+    }
+}
+
+/// Where a rank's flight record is.
+pub fn flight_file(folder: &Path, rank: Rank) -> PathBuf {
+    folder.join(format!("{rank}-flight.json"))
 }
 
 /// What a rank saw.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Summary {
     pub rank: Rank,
-    /// By run: when the barrier opened, by the machine's clock, and how long the rank's part took.
+    /// By run: when the barrier opened, by the clock of the first rank, and how long the rank's part took.
     pub started_ns: Vec<u64>,
+    /// By how much that clock may be wrong, where it was compared.
+    pub clock_error_ns: Option<u64>,
     pub seconds: Vec<f64>,
     pub bytes_sent: u64,
     pub bytes_received: u64,
@@ -91,13 +120,14 @@ pub fn run(args: &Args) -> Result<Answer> {
     let secret = Secret::from_variables(&variables)?.context("no secret was given to this rank")?;
     let PlanFile { plan, .. } = read_plan(&args.plan)?;
     let arrive = Deadline::after(Duration::from_millis(args.arrive_ms));
-    let lobby = open_lobby(&plan, &place, &secret, arrive)?;
-    let said = Arc::new(AtomicBool::new(false));
-    let (member, links) = meet(&plan, &place, &variables, &secret, arrive, &said)?;
-    let answer = match work(args, &plan, &place, member, links) {
+    let patience = args.patience(arrive);
+    let lobby = open_lobby(&plan, &place, &secret, patience)?;
+    let ending = Ending::default();
+    let (member, links) = meet(&plan, &place, &variables, &secret, patience, &ending)?;
+    let answer = match work(args, &plan, &place, member, links, &ending.interrupt) {
         Ok(answer) => answer,
         Err(abort) => {
-            say_once(&said, &abort);
+            ending.say_once(&abort);
             Answer::Code(2)
         }
     };
@@ -107,14 +137,21 @@ pub fn run(args: &Args) -> Result<Answer> {
     Ok(answer)
 }
 
+impl Args {
+    fn patience(&self, arrive: Deadline) -> Patience {
+        let silence = Duration::from_millis(self.deadline_ms);
+        Patience { arrive, silence, barrier: BARRIER + BARRIER_DEADLINES * silence }
+    }
+}
+
 /// The lobby is beside the first rank.
-fn open_lobby(plan: &Plan, place: &Place, secret: &Secret, arrive: Deadline) -> Result<Option<Lobby>> {
+fn open_lobby(plan: &Plan, place: &Place, secret: &Secret, patience: Patience) -> Result<Option<Lobby>> {
     let roster: BTreeSet<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
     if roster.first() != Some(&place.rank) {
         return Ok(None);
     }
     let listener = Lobby::listen((&place.master_addr, place.master_port))?;
-    Ok(Some(Lobby::open(listener, secret.clone(), roster, arrive, log())?))
+    Ok(Some(Lobby::open(listener, secret.clone(), roster, patience, log())?))
 }
 
 fn log() -> Log {
@@ -127,13 +164,14 @@ fn meet(
     place: &Place,
     variables: &Variables,
     secret: &Secret,
-    deadline: Deadline,
-    said: &Arc<AtomicBool>,
+    patience: Patience,
+    ending: &Ending,
 ) -> Result<(Member, Links)> {
     let host = host_name(variables);
     let master = (place.master_addr.as_str(), place.master_port);
-    let ticket = Ticket { master, rank: place.rank, host: &host, secret, deadline };
-    let (member, doors) = Member::join(&ticket, leave_soon(said.clone()))?;
+    let Patience { arrive: deadline, silence, .. } = patience;
+    let ticket = Ticket { master, rank: place.rank, host: &host, secret, deadline, silence };
+    let (member, doors) = Member::join(&ticket, ending.clone().on_abort())?;
     let peers: BTreeSet<Rank> = peers_of(&lower(plan), place.rank).into_iter().collect();
     let sockets = connect(&member.me, &member.table, &peers, doors, secret, deadline, &log())?;
     let link = |(peer, socket)| -> Result<(Rank, Box<dyn Link>)> {
@@ -146,45 +184,71 @@ fn meet(
     Ok((member, sockets.into_iter().map(link).collect::<Result<_>>()?))
 }
 
-/// Ends this process soon after the job was aborted, in case it does not come to an end itself.
-fn leave_soon(said: Arc<AtomicBool>) -> OnAbort {
-    Box::new(move |abort| {
-        std::thread::sleep(LAST_WORDS);
-        say_once(&said, abort);
-        std::process::exit(2);
-    })
+/// How this rank ends when the job is aborted.
+#[derive(Debug, Clone, Default)]
+struct Ending {
+    said: Arc<AtomicBool>,
+    interrupt: Interrupt,
 }
 
-fn say_once(said: &AtomicBool, abort: &Abort) {
-    if !said.swap(true, Ordering::SeqCst) {
-        output::print_error(&anyhow::anyhow!("{abort}"));
+impl Ending {
+    /// Interrupts the engine, and ends this process soon if it does not come to an end itself.
+    fn on_abort(self) -> OnAbort {
+        Box::new(move |abort| {
+            self.interrupt.raise(abort.culprit, &abort.host, &abort.text);
+            std::thread::sleep(LAST_WORDS);
+            self.say_once(abort);
+            std::process::exit(2);
+        })
+    }
+
+    fn say_once(&self, abort: &Abort) {
+        if !self.said.swap(true, Ordering::SeqCst) {
+            say(&Said::Abort(abort.clone()));
+            output::print_error(&anyhow::anyhow!("{abort}"));
+        }
     }
 }
 
 /// Moves the tensors; an error is what the job agreed on.
-fn work(args: &Args, plan: &Plan, place: &Place, mut member: Member, links: Links) -> Result<Answer, Abort> {
+fn work(
+    args: &Args,
+    plan: &Plan,
+    place: &Place,
+    mut member: Member,
+    links: Links,
+    interrupt: &Interrupt,
+) -> Result<Answer, Abort> {
     let hosts = (0..place.world).map(|r| member.table.get(&Rank(r)).map_or("?".into(), |e| e.host.clone()));
-    let engine = EngineOptions { deadline_ms: args.deadline_ms, hosts: hosts.collect() };
+    let (hosts, interrupt) = (hosts.collect(), interrupt.clone());
+    let engine = EngineOptions { deadline_ms: args.deadline_ms, hosts, interrupt };
     let options = ExecuteOptions { engine, repeat: args.repeat, ..ExecuteOptions::default() };
     let first = member.table.keys().next() == Some(&place.rank);
-    let mut started_ns = vec![];
+    let mut clock = Starts::default();
+    // The lobby is less patient, and says whom it waited for.
+    let wait = 2 * args.patience(Deadline::after(BARRIER)).barrier;
     let mut barrier = || {
-        member.barrier(Deadline::after(BARRIER)).map_err(|e| comm_error(place.rank, e))?;
-        started_ns.push(Monotonic.now_ns());
+        member.barrier(Deadline::after(wait)).map_err(|e| comm_error(place.rank, e))?;
+        clock.note(&member);
         if first {
-            say(&Said::Round(started_ns.len() as u32));
+            say(&Said::Round(clock.started_ns.len() as u32));
         }
         Ok(())
     };
     match execute(plan, place.rank, links, &options, &mut barrier) {
         Ok(report) => {
+            write_spans(args.records.as_deref(), &clock, &report);
+            // A run is over when it is for all: who is done early hears how it ended.
+            if let Err(error) = member.barrier(Deadline::after(wait)) {
+                return Err(member.fail(fault(&comm_error(place.rank, error))));
+            }
             let verified = report.verified;
-            say(&Said::Report(summary(report, started_ns)));
+            say(&Said::Report(summary(report, clock)));
             member.leave();
             Ok(if verified { Answer::Yes } else { Answer::No })
         }
         Err(failure) => {
-            write_flight(args.flight.as_deref(), place.rank, &failure);
+            write_flight(args.records.as_deref(), place.rank, &clock, &failure);
             Err(member.fail(fault(&failure.error)))
         }
     }
@@ -193,7 +257,7 @@ fn work(args: &Args, plan: &Plan, place: &Place, mut member: Member, links: Link
 fn comm_error(me: Rank, error: RendezvousError) -> CommError {
     match error {
         RendezvousError::Aborted(Abort { culprit, host, text }) => {
-            CommError::Aborted { me, culprit, host, reason: text }
+            CommError::Interrupted { me, culprit, host, reason: text }
         }
         other => CommError::System { me, what: "wait for the others", cause: other.to_string() },
     }
@@ -201,17 +265,35 @@ fn comm_error(me: Rank, error: RendezvousError) -> CommError {
 
 /// What to report: of an abort, the reason of the one who found out first.
 fn fault(error: &CommError) -> Fault {
-    let text = match error {
-        CommError::Aborted { reason, .. } => reason.clone(),
-        other => other.to_string(),
+    let (hearsay, text) = match error {
+        CommError::Aborted { reason, .. } | CommError::Interrupted { reason, .. } => (true, reason.clone()),
+        other => (false, other.to_string()),
     };
-    Fault { blames: error.culprit(), text: text.lines().next().unwrap_or_default().to_string() }
+    Fault { blames: error.culprit(), hearsay, text: text.lines().next().unwrap_or_default().to_string() }
 }
 
-fn summary(report: RankReport, started_ns: Vec<u64>) -> Summary {
+/// When runs started, by the first rank's clock.
+#[derive(Debug, Default)]
+struct Starts {
+    started_ns: Vec<u64>,
+    /// By how much that may be wrong, where clocks were compared.
+    error_ns: Option<u64>,
+}
+
+impl Starts {
+    /// A barrier opened just now.
+    fn note(&mut self, member: &Member) {
+        let now = Monotonic.now_ns();
+        self.started_ns.push(member.clock.map_or(now, |clock| clock.to_lobby(now)));
+        self.error_ns = member.clock.map(|clock| clock.error_ns);
+    }
+}
+
+fn summary(report: RankReport, clock: Starts) -> Summary {
     Summary {
         rank: report.rank,
-        started_ns,
+        started_ns: clock.started_ns,
+        clock_error_ns: clock.error_ns,
         seconds: report.seconds,
         bytes_sent: report.bytes_sent,
         bytes_received: report.bytes_received,
@@ -234,10 +316,29 @@ fn say(said: &Said) {
     let _ = output::print(&(line + "\n"));
 }
 
-fn write_flight(folder: Option<&Path>, rank: Rank, failure: &Failure) {
-    let (Some(folder), Some(flight)) = (folder, &failure.flight) else { return };
-    // The record helps; that it cannot be written must not hide what went wrong.
-    if let Ok(text) = serde_json::to_string(flight) {
-        let _ = std::fs::write(folder.join(format!("{rank}.json")), text);
+fn write_flight(folder: Option<&Path>, rank: Rank, clock: &Starts, failure: &Failure) {
+    let Some(folder) = folder else { return };
+    let mut flight = match &failure.flight {
+        Some(flight) => (**flight).clone(),
+        None => FlightRecord::idle(rank, Some(&failure.error)),
+    };
+    flight.started_ns = clock.started_ns.last().copied();
+    flight.clock_error_ns = clock.error_ns;
+    write_record(&flight_file(folder, rank), &flight);
+}
+
+fn write_spans(folder: Option<&Path>, clock: &Starts, report: &RankReport) {
+    let Some(folder) = folder else { return };
+    let started_ns = clock.started_ns.last().copied().unwrap_or(0);
+    let spans =
+        Spans { rank: report.rank, started_ns, clock_error_ns: clock.error_ns, ops: report.ops.clone() };
+    write_record(&Spans::file(folder, report.rank), &spans);
+}
+
+/// A record helps; that it cannot be written is said, and must not hide what went wrong.
+fn write_record(path: &Path, record: &impl Serialize) {
+    let written = output::to_json(record).and_then(|text| output::write_file(path, &text));
+    if let Err(error) = written {
+        let _ = writeln!(std::io::stderr(), "{error:#}");
     }
 }

@@ -11,6 +11,7 @@ use crossmesh_core::verify::verify;
 use serde::Serialize;
 
 use crate::Answer;
+use crate::chrome;
 use crate::input::{HostArgs, PlanArgs, ProblemArgs, read_plan, read_text};
 use crate::output::{self, Format, Progress, count};
 use crate::predict::{Prediction, Violation};
@@ -40,9 +41,12 @@ pub struct Args {
     /// Text for people, or one JSON document
     #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
-    /// After a failure, write how far every op of every rank was
+    /// Write how far every op of every rank was in the end, for `explain --flight`
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     flight: Option<PathBuf>,
+    /// Also write when every op ran, measured above predicted, as a Chrome trace for Perfetto
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    trace: Option<PathBuf>,
 }
 
 /// How to run; also the flags of a measured bench.
@@ -78,6 +82,7 @@ impl RunArgs {
             deadline: self.deadline.as_deref().map(|text| time(text, "--deadline")).transpose()?,
             arrive: time(&self.arrive, "--arrive")?,
             flight,
+            trace: false,
         })
     }
 
@@ -118,8 +123,12 @@ pub fn run(mut args: Args) -> Result<Answer> {
         );
     }
     let options = args.run.options(1, args.flight.clone())?;
+    let options = RunOptions { trace: args.trace.is_some(), ..options };
     let prediction = predict(&args)?;
     let measured = run_plan(&prediction, &options, &Progress::new())?;
+    if let (Some(path), Some(trace)) = (&args.trace, &measured.trace) {
+        output::write_file(path, &chrome::render_measured(&prediction, trace)?)?;
+    }
     let report = report(&args, &prediction, measured);
     match args.format {
         Format::Text => output::print(&render(&prediction, &report))?,

@@ -29,6 +29,7 @@ use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 
 pub use job::{JobSpec, Tensor};
+pub use watch::Interrupt;
 
 use crate::clock::Clock;
 use crate::error::CommError;
@@ -52,11 +53,13 @@ pub struct EngineOptions {
     pub deadline_ms: u64,
     /// By rank: what to call its host in errors.
     pub hosts: Vec<String>,
+    /// Whoever holds another copy of it can end the job.
+    pub interrupt: Interrupt,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { deadline_ms: 10_000, hosts: vec![] }
+        Self { deadline_ms: 10_000, hosts: vec![], interrupt: Interrupt::default() }
     }
 }
 
@@ -255,8 +258,13 @@ impl Engine {
             return Ok(());
         }
         let mut events = std::mem::take(&mut self.events);
+        let before = self.peers[peer].link.heard();
         let result = self.peers[peer].link.progress(&mut events);
-        self.peers[peer].heard_ns = self.clock.now_ns();
+        let p = &mut self.peers[peer];
+        // That our own bytes go out says nothing about the peer: its system takes them while it is stopped.
+        if before.is_none() || p.link.heard() != before {
+            p.heard_ns = self.clock.now_ns();
+        }
         let taken = self.take_events(peer, &mut events);
         self.events = events;
         taken?;

@@ -7,36 +7,59 @@
 //! r3 waits for r2, r2 waits for r1, r1 is silent          all of them name r1
 //! ```
 //!
-//! The first to find out tells its peers, they tell theirs, and all end with the same name.
+//! The first to find out tells its peers, they tell theirs, and all end with the same name. Whoever knows more than the
+//! links tell, such as the rendezvous, ends the job by an [`Interrupt`].
+
+use std::collections::BTreeSet;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, OnceLock};
 
 use crossmesh_core::id::Rank;
 use rustix::event::{Timespec, epoll};
+use rustix::net::{RecvFlags, recv};
 
 use super::{Engine, NO_EVENT};
 use crate::error::CommError;
-use crate::flight::FlightRecord;
+use crate::flight::{FlightRecord, JobRecord, PeerRecord, PeerState, Wait};
 use crate::transport::{Control, Event, LinkError};
 
 /// Between two signs of life.
 const BEAT_NS: u64 = 200_000_000;
 /// A lost peer may have been the victim of another: news of that gets this long to come.
 const GRACE_NS: u64 = 250_000_000;
-/// How long a rank that gave up goes on telling the others.
+/// How long a rank that gave up goes on telling the others; less where they have been told.
 const LINGER_NS: u64 = 600_000_000;
+const TOLD_LINGER_NS: u64 = 50_000_000;
+/// Without a look for so long, this rank was stopped or had other things to do: it cannot judge the silence of others.
+const AWAY_NS: u64 = 500_000_000;
+/// A peer that has said nothing for so long is silent.
+const SILENT_NS: u64 = 3 * BEAT_NS;
 const LINGER_STEP_NS: u64 = 20_000_000;
 const MS: u64 = 1_000_000;
 /// How much longer a peer may keep us waiting that is alive and at work.
 const BUSY_PATIENCE: u64 = 10;
 
+/// Ends the jobs of an engine from elsewhere: everybody has been told who is at fault.
+#[derive(Debug, Clone, Default)]
+pub struct Interrupt(Arc<OnceLock<(Rank, String, String)>>);
+
+impl Interrupt {
+    /// The culprit, its host, and what it did. The first word counts.
+    pub fn raise(&self, culprit: Rank, host: &str, reason: &str) {
+        let _earlier = self.0.set((culprit, host.into(), reason.into()));
+    }
+}
+
 pub(super) struct Watch {
     next_beat_ns: u64,
+    looked_ns: u64,
     /// What to say if nobody knows better in time, and when that is.
     suspicion: Option<(CommError, u64)>,
 }
 
 impl Watch {
     pub fn new(now_ns: u64) -> Self {
-        Self { next_beat_ns: now_ns + BEAT_NS, suspicion: None }
+        Self { next_beat_ns: now_ns + BEAT_NS, looked_ns: now_ns, suspicion: None }
     }
 
     pub fn until_next(&self, now_ns: u64) -> u64 {
@@ -53,6 +76,11 @@ impl Engine {
     /// Heartbeats, suspicions and deadlines.
     pub(super) fn watch_peers(&mut self) -> Result<(), CommError> {
         let now = self.clock.now_ns();
+        self.note_absence(now);
+        if let Some((culprit, host, reason)) = self.options.interrupt.0.get() {
+            let (me, host, reason) = (self.me, host.clone(), reason.clone());
+            return Err(CommError::Interrupted { me, culprit: *culprit, host, reason });
+        }
         if let Some((error, _)) = self.watch.suspicion.take_if(|(_, at)| *at <= now) {
             return Err(error);
         }
@@ -71,6 +99,16 @@ impl Engine {
             self.flush(peer)?;
         }
         self.check_deadlines(now)
+    }
+
+    /// Time that passed without us is nobody's silence.
+    fn note_absence(&mut self, now: u64) {
+        let away = now.saturating_sub(self.watch.looked_ns);
+        if away > AWAY_NS {
+            self.peers.iter_mut().for_each(|p| p.heard_ns = (p.heard_ns + away).min(now));
+            self.jobs.values_mut().for_each(|j| j.moved_ns = (j.moved_ns + away).min(now));
+        }
+        self.watch.looked_ns = now;
     }
 
     fn check_deadlines(&mut self, now: u64) -> Result<(), CommError> {
@@ -95,7 +133,7 @@ impl Engine {
     fn blamed(&self, now: u64, patience_ns: u64) -> Option<(Rank, Rank)> {
         let still = |j: &super::Job| now.saturating_sub(j.moved_ns);
         let job = self.jobs.values().find(|j| j.left > 0 && still(j) > patience_ns)?;
-        let is_silent = |p: &super::Peer| now.saturating_sub(p.heard_ns) > 3 * BEAT_NS;
+        let is_silent = |p: &super::Peer| now.saturating_sub(p.heard_ns) > SILENT_NS;
         let awaited = |p: &&super::Peer| !p.lost && job.oldest_wait(Some(p.rank)).is_some();
         if let Some(silent) = self.peers.iter().filter(awaited).find(|p| is_silent(p)) {
             return Some((silent.rank, silent.rank));
@@ -111,8 +149,20 @@ impl Engine {
 
     fn timeout(&self, peer: Rank, culprit: Rank, waited_ns: u64) -> CommError {
         let (op, tensor, bytes) = self.outstanding(peer);
-        let (me, host, waited_ms) = (self.me, self.host(culprit), waited_ns / MS);
-        CommError::Timeout { me, peer: culprit, host, op, tensor, bytes, waited_ms }
+        let (me, waited_ms) = (self.me, waited_ns / MS);
+        if self.is_cut_off() {
+            return CommError::CutOff { me, host: self.host(me), op, tensor, bytes, waited_ms };
+        }
+        CommError::Timeout { me, peer: culprit, host: self.host(culprit), op, tensor, bytes, waited_ms }
+    }
+
+    /// Whether nobody of any other host is heard, and there are several of these: what they share is the way to us.
+    fn is_cut_off(&self) -> bool {
+        let now = self.clock.now_ns();
+        let home = self.host(self.me);
+        let far = || self.peers.iter().filter(|p| !p.lost && self.host(p.rank) != home);
+        let hosts: BTreeSet<String> = far().map(|p| self.host(p.rank)).collect();
+        hosts.len() > 1 && far().all(|p| now.saturating_sub(p.heard_ns) > SILENT_NS)
     }
 
     /// What this rank still expects of a peer: the oldest op, its tensor, and its bytes.
@@ -133,10 +183,15 @@ impl Engine {
             return Ok(());
         }
         let (me, host) = (self.me, self.host(rank));
+        let (op, tensor, bytes) = self.outstanding(rank);
         let error = match error {
-            LinkError::Wire(cause) => return Err(CommError::Protocol { me, peer: rank, host, cause }),
+            LinkError::Wire(cause) => {
+                return Err(CommError::Protocol { me, peer: rank, host, op, tensor, bytes, cause });
+            }
+            LinkError::Io(error) if is_broken_here(&error, self.peers[peer].link.fd()) => {
+                return Err(CommError::BrokenHere { me, peer: rank, op, tensor, bytes });
+            }
             other => {
-                let (op, tensor, bytes) = self.outstanding(rank);
                 CommError::PeerLost { me, peer: rank, host, op, tensor, bytes, cause: other.to_string() }
             }
         };
@@ -153,9 +208,10 @@ impl Engine {
     /// with unread bytes would take the farewell from the peer.
     pub(super) fn give_up(&mut self, error: CommError) -> CommError {
         self.last_flight = Some(self.record(&error));
-        let reason = match &error {
-            CommError::Aborted { reason, .. } => reason.clone(),
-            other => other.to_string(),
+        let (reason, linger_ns) = match &error {
+            CommError::Aborted { reason, .. } => (reason.clone(), LINGER_NS),
+            CommError::Interrupted { reason, .. } => (reason.clone(), TOLD_LINGER_NS),
+            other => (other.to_string(), LINGER_NS),
         };
         let culprit = error.culprit().unwrap_or(self.me);
         for peer in self.peers.iter_mut().filter(|p| !p.lost) {
@@ -163,7 +219,7 @@ impl Engine {
             peer.link.control(Control::Abort { culprit, reason: reason.clone() });
         }
         self.jobs.clear();
-        self.linger(LINGER_NS, |p| p.rank == culprit);
+        self.linger(linger_ns, |p| p.rank == culprit);
         self.failed = Some(error.clone());
         error
     }
@@ -204,7 +260,31 @@ impl Engine {
     }
 
     fn record(&self, error: &CommError) -> FlightRecord {
-        FlightRecord::of(self.me, error, self.jobs.values())
+        let now = self.clock.now_ns();
+        let peer = |p: &super::Peer| PeerRecord {
+            rank: p.rank,
+            silent_s: now.saturating_sub(p.heard_ns) as f64 * 1e-9,
+            waits_for: p.waits_for,
+            state: match (p.said_bye, p.lost) {
+                (true, _) => PeerState::Done,
+                (false, true) => PeerState::Lost,
+                (false, false) => PeerState::Connected,
+            },
+        };
+        FlightRecord {
+            waits_for: self.jobs.values().find_map(|job| self.wait_of(job)),
+            peers: self.peers.iter().map(peer).collect(),
+            jobs: self.jobs.values().map(|job| JobRecord::of(job, now)).collect(),
+            ..FlightRecord::idle(self.me, Some(error))
+        }
+    }
+
+    /// What a job waits for longest.
+    fn wait_of(&self, job: &super::Job) -> Option<Wait> {
+        let op = job.oldest_wait(None)?;
+        let peer = job.peer_of(op)?;
+        let further = self.peers.iter().find(|p| p.rank == peer).and_then(|p| p.waits_for);
+        Some(Wait { peer, further: further.filter(|r| *r != self.me), job: job.spec.id, op })
     }
 
     /// Says farewell, so that the end of the connections is no accident.
@@ -218,4 +298,10 @@ impl Engine {
         // Closing earlier could take bytes from a peer that has not read them yet.
         self.linger(self.options.deadline_ms * MS, |p| p.said_bye);
     }
+}
+
+/// Whether a connection that takes no more bytes was closed on this side: the peer still has its end open.
+fn is_broken_here(error: &std::io::Error, fd: BorrowedFd<'_>) -> bool {
+    let peek = || recv(fd, &mut [0u8; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+    error.kind() == std::io::ErrorKind::BrokenPipe && !matches!(peek(), Ok((_, 0)))
 }

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! A process that fails names the job's exit code. The others get a grace period, in which they may say what they saw,
-//! then SIGTERM, then SIGKILL; process groups, so that grandchildren go too.
+//! then SIGTERM, then SIGKILL; process groups, so that grandchildren go too. One that is stopped could do nothing with
+//! a grace period, and gets none.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -102,6 +103,7 @@ impl Outcome {
 /// Processes that end with this value.
 pub struct Job {
     running: BTreeMap<Rank, Child>,
+    ended: BTreeMap<Rank, ExitStatus>,
     output: output::Pumps,
     grace: Grace,
 }
@@ -109,7 +111,12 @@ pub struct Job {
 impl Job {
     /// Starts all of them, or none. They end when the calling thread does.
     pub fn start(processes: Vec<Process>, on_line: OnLine, grace: Grace) -> Result<Self, LaunchError> {
-        let mut job = Self { running: BTreeMap::new(), output: output::Pumps::new(on_line), grace };
+        let mut job = Self {
+            running: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            output: output::Pumps::new(on_line),
+            grace,
+        };
         for process in processes {
             let rank = process.rank;
             // On failure, dropping the job ends those that run already.
@@ -126,7 +133,16 @@ impl Job {
     }
 
     /// Waits for the end: of all, of the first that fails, or by a signal. Nothing runs afterwards.
-    pub fn wait(mut self, signals: &Signals, deadline: Option<Deadline>) -> Outcome {
+    pub fn wait(self, signals: &Signals, deadline: Option<Deadline>) -> Outcome {
+        self.wait_each(signals, deadline).0
+    }
+
+    /// The same, with how every process ended.
+    pub fn wait_each(
+        mut self,
+        signals: &Signals,
+        deadline: Option<Deadline>,
+    ) -> (Outcome, BTreeMap<Rank, ExitStatus>) {
         let outcome = loop {
             if let Some(signal) = signals.caught() {
                 self.signal_all(signal);
@@ -145,7 +161,7 @@ impl Job {
             Outcome::Done | Outcome::TimedOut => {}
         }
         self.end_all();
-        outcome
+        (outcome, std::mem::take(&mut self.ended))
     }
 
     /// Reaps what has ended; the lowest rank among those that failed.
@@ -158,12 +174,16 @@ impl Job {
     /// Processes that have ended since the last look, and with them what is left of their groups.
     fn reap(&mut self) -> Vec<(Rank, ExitStatus)> {
         let ended: Vec<Rank> = self.running.iter().filter(|(_, c)| has_ended(c)).map(|(r, _)| *r).collect();
-        ended.into_iter().filter_map(|rank| Some((rank, reap(self.running.remove(&rank)?)?))).collect()
+        let ended: Vec<(Rank, ExitStatus)> =
+            ended.into_iter().filter_map(|rank| Some((rank, reap(self.running.remove(&rank)?)?))).collect();
+        self.ended.extend(ended.iter().copied());
+        ended
     }
 
     fn reap_until(&mut self, deadline: Deadline, signals: &Signals) {
         let before = signals.count();
-        while !self.running.is_empty() && !deadline.passed() && signals.count() == before {
+        // Nobody waits for the stopped alone. (Of none at all, all are stopped.)
+        while !self.running.values().all(is_stopped) && !deadline.passed() && signals.count() == before {
             self.reap();
             std::thread::sleep(LOOK);
         }
@@ -179,13 +199,12 @@ impl Job {
     fn end_all(&mut self) {
         self.running.values().for_each(|child| signal_group(child, Signal::TERM));
         let deadline = Deadline::after(self.grace.after_term);
-        while !self.running.is_empty() && !deadline.passed() {
+        while !self.running.values().all(is_stopped) && !deadline.passed() {
             self.reap();
             std::thread::sleep(LOOK);
         }
-        for (_, child) in std::mem::take(&mut self.running) {
-            signal_group(&child, Signal::KILL);
-            reap(child);
+        for (rank, child) in std::mem::take(&mut self.running) {
+            self.ended.extend(reap(child).map(|status| (rank, status)));
         }
         self.output.finish();
     }
@@ -204,6 +223,12 @@ impl Drop for Job {
 fn has_ended(child: &Child) -> bool {
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     !matches!(waitid(WaitId::Pid(pid(child)), options), Ok(None))
+}
+
+/// Whether it was stopped and not continued. Of a job that fails it is the likely cause; in any case it cannot react.
+fn is_stopped(child: &Child) -> bool {
+    let options = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    matches!(waitid(WaitId::Pid(pid(child)), options), Ok(Some(status)) if status.stopped())
 }
 
 /// Ends what is left of its group, then takes its status.

@@ -98,11 +98,12 @@ impl Evidence {
             return Some((silent, format!("does not answer; {seen}")));
         }
         let end = end?;
-        match self.faults.get(&end).filter(|fault| fault.blames.is_none()) {
+        let owns_up = |fault: &&Fault| !fault.hearsay && fault.blames.is_none_or(|blamed| blamed == end);
+        match self.faults.get(&end).filter(owns_up) {
             Some(fault) => Some((end, format!("failed: {}", fault.text))),
             None => {
                 let seen = self.witness(end).or_else(|| Some(self.faults.get(&end)?.text.clone()));
-                Some((end, format!("keeps the others waiting; {}", seen.unwrap_or_default())))
+                Some((end, format!("is at fault: {}", seen.unwrap_or_default())))
             }
         }
     }
@@ -235,7 +236,9 @@ mod tests {
         let mut evidence = evidence(&[], &[], &[(1, Some(2)), (2, Some(2)), (0, Some(2))]);
         evidence.faults.get_mut(&Rank(0)).unwrap().hearsay = true;
         evidence.faults.get_mut(&Rank(2)).unwrap().hearsay = true;
-        assert_eq!(verdict(&evidence), Some((2, "keeps the others waiting; recv w, 8 B left".into())));
+        assert_eq!(verdict(&evidence), Some((2, "is at fault: recv w, 8 B left".into())));
+        evidence.faults.get_mut(&Rank(2)).unwrap().hearsay = false;
+        assert_eq!(verdict(&evidence), Some((2, "failed: recv w, 8 B left".into())));
     }
 
     #[test]

@@ -50,7 +50,7 @@ pub struct Member {
     pub me: Entry,
     pub table: BTreeMap<Rank, Entry>,
     /// What our clock says, compared with the lobby's, as of the last barrier.
-    pub clock: ClockOffset,
+    pub clock: Option<ClockOffset>,
     link: Writer,
     round: u64,
     inbox: Receiver<Heard>,
@@ -99,8 +99,7 @@ impl Member {
         let reader =
             Reader { link: reading, answers, heard, lobby, silence, shared: shared.clone(), on_abort };
         Builder::new().name("member".into()).spawn(move || reader.run())?;
-        let clock = ClockOffset::default();
-        Ok((Self { me, table, clock, link, round: 0, inbox, shared }, doors))
+        Ok((Self { me, table, clock: None, link, round: 0, inbox, shared }, doors))
     }
 
     /// Waits until every rank has come this far.
@@ -111,7 +110,7 @@ impl Member {
         loop {
             match self.inbox.recv_timeout(deadline.left().ok_or_else(timed_out)?) {
                 Ok(Heard::Go(round, clock)) if round == self.round => {
-                    self.clock = clock.unwrap_or(self.clock);
+                    self.clock = clock.or(self.clock);
                     return Ok(());
                 }
                 Ok(Heard::Go(..)) => {}
@@ -153,7 +152,8 @@ impl Member {
             let text = format!("is cut off: {whom} answers; {}", fault.text);
             return Abort { culprit: self.me.rank, host: self.me.host.clone(), text };
         }
-        let verb = if fault.blames.is_none() { "failed:" } else { "does not answer;" };
+        let knows = fault.blames.is_none() || fault.hearsay || culprit == self.me.rank;
+        let verb = if knows { "failed:" } else { "does not answer;" };
         Abort { culprit, host: host_of(culprit).into(), text: format!("{verb} {}", fault.text) }
     }
 

@@ -66,6 +66,8 @@ pub struct Inbox {
     end: usize,
     incoming: Option<Incoming>,
     pub descriptors: VecDeque<OwnedFd>,
+    /// Everything that was read.
+    pub bytes: u64,
 }
 
 impl Inbox {
@@ -76,6 +78,7 @@ impl Inbox {
             end: 0,
             incoming: None,
             descriptors: VecDeque::new(),
+            bytes: 0,
         }
     }
 
@@ -93,7 +96,7 @@ impl Inbox {
         };
         match result {
             Ok(0) => return Err(LinkError::Closed),
-            Ok(_) => {}
+            Ok(bytes) => self.bytes += bytes as u64,
             Err(Errno::AGAIN) => return Ok(false),
             Err(Errno::INTR) => return Ok(true),
             Err(errno) => return Err(errno.into()),

@@ -63,13 +63,16 @@ pub struct MemLink {
     theirs: Arc<End>,
     arrivals: Arrivals,
     sent: Vec<Event>,
+    /// Packets that came.
+    heard: u64,
 }
 
 impl MemLink {
     /// Both ends of a connection.
     pub fn pair() -> Result<(Self, Self), LinkError> {
         let (a, b) = (End::new()?, End::new()?);
-        let link = |mine, theirs| Self { mine, theirs, arrivals: Arrivals::default(), sent: Vec::new() };
+        let link =
+            |mine, theirs| Self { mine, theirs, arrivals: Arrivals::default(), sent: Vec::new(), heard: 0 };
         Ok((link(a.clone(), b.clone()), link(b, a)))
     }
 
@@ -118,6 +121,10 @@ impl Link for MemLink {
         false
     }
 
+    fn heard(&self) -> Option<u64> {
+        Some(self.heard)
+    }
+
     fn has_work(&self) -> bool {
         !self.sent.is_empty()
     }
@@ -159,6 +166,7 @@ impl Link for MemLink {
             queue.bytes = 0;
             (std::mem::take(&mut queue.packets), queue.closed)
         };
+        self.heard += packets.len() as u64;
         let freed = packets.iter().any(|p| matches!(p, Packet::Part { .. }));
         for packet in packets {
             events.push(match packet {

@@ -93,6 +93,11 @@ pub trait Link: Send {
     /// Readable when `progress` may find something; writable, if `wants_write`, when it can write on.
     fn fd(&self) -> BorrowedFd<'_>;
     fn wants_write(&self) -> bool;
+    /// How much has come from the peer so far, in whatever unit: while it grows, the peer lives. None if the link cannot
+    /// tell; then whatever wakes it counts.
+    fn heard(&self) -> Option<u64> {
+        None
+    }
     /// Whether `progress` has something to do without waiting for the descriptor.
     fn has_work(&self) -> bool;
 

@@ -137,6 +137,10 @@ impl Link for StreamLink {
         !self.outbox.is_empty()
     }
 
+    fn heard(&self) -> Option<u64> {
+        Some(self.inbox.bytes)
+    }
+
     fn has_work(&self) -> bool {
         self.shm.as_ref().is_some_and(Shm::has_work)
     }

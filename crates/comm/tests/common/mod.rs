@@ -66,7 +66,7 @@ pub fn links_of(plan: &Plan, kind: Kind) -> Vec<Links> {
 pub fn options(kind: Kind) -> ExecuteOptions {
     let hosts = (0..64).map(|i| format!("h{i}")).collect();
     ExecuteOptions {
-        engine: EngineOptions { deadline_ms: 20_000, hosts },
+        engine: EngineOptions { deadline_ms: 20_000, hosts, ..Default::default() },
         sharing: if kind == Kind::Shm { Sharing::Host } else { Sharing::Private },
         repeat: 1,
         check: true,
