@@ -25,7 +25,7 @@ use crossmesh_comm::error::CommError;
 use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, execute, peers_of};
 use crossmesh_comm::flight::FlightRecord;
 use crossmesh_comm::rendezvous::{
-    Abort, Fault, Lobby, Log, Member, OnAbort, Patience, RendezvousError, Ticket, connect,
+    Abort, Fault, Lobby, Log, Member, OnAbort, Patience, RendezvousError, Ticket, Word, connect,
 };
 use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::stream::StreamLink;
@@ -37,6 +37,8 @@ use crate::Answer;
 use crate::input::{PlanFile, read_plan};
 use crate::output;
 
+/// If the lobby itself is gone, the engine gets this long to find out more from its peers.
+const LOBBY_GONE: Duration = Duration::from_millis(500);
 /// An aborted rank has this long to come to its own end, and write down where it stood.
 const LAST_WORDS: Duration = Duration::from_millis(700);
 /// Ranks come to a barrier when their part is done, and checking every element takes a while on a small machine. One that
@@ -194,7 +196,11 @@ struct Ending {
 impl Ending {
     /// Interrupts the engine, and ends this process soon if it does not come to an end itself.
     fn on_abort(self) -> OnAbort {
-        Box::new(move |abort| {
+        Box::new(move |abort, word| {
+            if word == Word::Ours {
+                self.interrupt.suspect(abort.culprit, "the rendezvous beside it is not there either");
+                std::thread::sleep(LOBBY_GONE);
+            }
             self.interrupt.raise(abort.culprit, &abort.host, &abort.text);
             std::thread::sleep(LAST_WORDS);
             self.say_once(abort);

@@ -270,15 +270,21 @@ impl Job {
         let heads: Vec<u32> = self.channels.iter().filter_map(|c| c.queue.front().copied()).collect();
         let waiting = |op: &u32| {
             let p = &self.ops[*op as usize];
-            let follows = p
-                .leader
-                .is_some_and(|l| self.ops[l as usize].moved <= p.issued && !self.ops[l as usize].done);
+            // What was handed over and has not gone waits for the peer, also where more has yet to come.
+            let follows = p.issued <= p.moved
+                && p.leader
+                    .is_some_and(|l| self.ops[l as usize].moved <= p.issued && !self.ops[l as usize].done);
             let with = self.peer_of(*op);
             !p.done && p.waits == 0 && !follows && with.is_some() && (peer.is_none() || with == peer)
         };
         let recvs = self.recv_by_tag.values().copied();
         let sent = (0..self.ops.len() as u32).filter(|op| self.ops[*op as usize].issued_all);
         recvs.chain(heads).chain(sent).filter(waiting).min_by_key(|op| (self.ops[*op as usize].ready_ns, *op))
+    }
+
+    /// The first op with a peer that has not ended, whatever it waits for.
+    pub fn next_with(&self, peer: Rank) -> Option<u32> {
+        (0..self.ops.len() as u32).find(|op| !self.ops[*op as usize].done && self.peer_of(*op) == Some(peer))
     }
 
     /// The op in words.

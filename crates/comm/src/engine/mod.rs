@@ -475,7 +475,10 @@ impl Engine {
     }
 
     fn on_lost(&mut self, peer: usize, error: LinkError) -> Result<(), CommError> {
-        self.forget(peer);
+        // One that talks nonsense can still be told so.
+        if !matches!(error, LinkError::Wire(_)) {
+            self.forget(peer);
+        }
         self.suspect(peer, error)
     }
 

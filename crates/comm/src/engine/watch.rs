@@ -39,14 +39,25 @@ const MS: u64 = 1_000_000;
 /// How much longer a peer may keep us waiting that is alive and at work.
 const BUSY_PATIENCE: u64 = 10;
 
-/// Ends the jobs of an engine from elsewhere: everybody has been told who is at fault.
+/// Ends the jobs of an engine from elsewhere. Of each kind the first word counts.
 #[derive(Debug, Clone, Default)]
-pub struct Interrupt(Arc<OnceLock<(Rank, String, String)>>);
+pub struct Interrupt(Arc<Words>);
+
+#[derive(Debug, Default)]
+struct Words {
+    culprit: OnceLock<(Rank, String, String)>,
+    suspect: OnceLock<(Rank, String)>,
+}
 
 impl Interrupt {
-    /// The culprit, its host, and what it did. The first word counts.
+    /// Everybody has been told: the culprit, its host, and what it did.
     pub fn raise(&self, culprit: Rank, host: &str, reason: &str) {
-        let _earlier = self.0.set((culprit, host.into(), reason.into()));
+        let _earlier = self.0.culprit.set((culprit, host.into(), reason.into()));
+    }
+
+    /// A rank seems to be gone, and why. Whoever still needs it gives up.
+    pub fn suspect(&self, rank: Rank, why: &str) {
+        let _earlier = self.0.suspect.set((rank, why.into()));
     }
 }
 
@@ -77,10 +88,7 @@ impl Engine {
     pub(super) fn watch_peers(&mut self) -> Result<(), CommError> {
         let now = self.clock.now_ns();
         self.note_absence(now);
-        if let Some((culprit, host, reason)) = self.options.interrupt.0.get() {
-            let (me, host, reason) = (self.me, host.clone(), reason.clone());
-            return Err(CommError::Interrupted { me, culprit: *culprit, host, reason });
-        }
+        self.heed_interrupts()?;
         if let Some((error, _)) = self.watch.suspicion.take_if(|(_, at)| *at <= now) {
             return Err(error);
         }
@@ -99,6 +107,25 @@ impl Engine {
             self.flush(peer)?;
         }
         self.check_deadlines(now)
+    }
+
+    fn heed_interrupts(&self) -> Result<(), CommError> {
+        let (me, words) = (self.me, &self.options.interrupt.0);
+        if let Some((culprit, host, reason)) = words.culprit.get() {
+            let (host, reason) = (host.clone(), reason.clone());
+            return Err(CommError::Interrupted { me, culprit: *culprit, host, reason });
+        }
+        let Some((suspect, why)) = words.suspect.get() else { return Ok(()) };
+        if !self.jobs.values().any(|job| job.next_with(*suspect).is_some()) {
+            return Ok(());
+        }
+        let (op, tensor, bytes) = self.outstanding(*suspect);
+        if self.is_cut_off() {
+            let waited_ms = self.options.deadline_ms;
+            return Err(CommError::CutOff { me, host: self.host(me), op, tensor, bytes, waited_ms });
+        }
+        let (peer, host, cause) = (*suspect, self.host(*suspect), why.clone());
+        Err(CommError::PeerLost { me, peer, host, op, tensor, bytes, cause })
     }
 
     /// Time that passed without us is nobody's silence.
@@ -165,10 +192,10 @@ impl Engine {
         hosts.len() > 1 && far().all(|p| now.saturating_sub(p.heard_ns) > SILENT_NS)
     }
 
-    /// What this rank still expects of a peer: the oldest op, its tensor, and its bytes.
+    /// What this rank still expects of a peer: the oldest op, or else the next, its tensor, and its bytes.
     fn outstanding(&self, peer: Rank) -> (String, String, u64) {
         let oldest = |job: &super::Job| {
-            let op = job.oldest_wait(Some(peer))?;
+            let op = job.oldest_wait(Some(peer)).or_else(|| job.next_with(peer))?;
             let tensor = job.spec.tensors[job.op(op).tensor as usize].name.clone();
             Some((job.describe(op), tensor, job.op(op).bytes - job.ops[op as usize].moved))
         };
@@ -217,6 +244,8 @@ impl Engine {
         for peer in self.peers.iter_mut().filter(|p| !p.lost) {
             peer.link.drop_data();
             peer.link.control(Control::Abort { culprit, reason: reason.clone() });
+            // Before anything more is read: what comes from a peer that talks nonsense ends its connection.
+            let _unheard = peer.link.flush(&mut vec![]);
         }
         self.jobs.clear();
         self.linger(linger_ns, |p| p.rank == culprit);

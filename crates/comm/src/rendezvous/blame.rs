@@ -58,6 +58,8 @@ pub struct Evidence {
     /// Some have been silent for longer than anybody may be.
     pub overdue: bool,
     pub faults: BTreeMap<Rank, Fault>,
+    /// Who reported, the first one first.
+    pub order: Vec<Rank>,
     /// Of every rank that came.
     pub hosts: BTreeMap<Rank, String>,
 }
@@ -65,6 +67,12 @@ pub struct Evidence {
 impl Evidence {
     pub fn is_empty(&self) -> bool {
         self.lost.is_empty() && self.faults.is_empty() && !self.overdue
+    }
+
+    pub fn add(&mut self, rank: Rank, fault: Fault) {
+        if self.faults.insert(rank, fault).is_none() {
+            self.order.push(rank);
+        }
     }
 
     /// How long after the first sign it is clear who is at fault.
@@ -123,17 +131,15 @@ impl Evidence {
     }
 
     /// Whom the one waits for that a rank waits for, and so on, starting from everybody who saw something: where most
-    /// of these chains end.
+    /// of these chains end. Of as many, it is the end of the chain that was reported first: causes come before effects.
     fn end_of_chain(&self) -> Option<Rank> {
-        let mut ends: BTreeMap<Rank, usize> = BTreeMap::new();
-        let saw = |fault: &Fault| !fault.hearsay;
-        let starts = self.faults.iter().filter(|(_, fault)| saw(fault)).map(|(rank, _)| *rank);
-        for start in starts {
-            *ends.entry(self.follow(start)).or_default() += 1;
-        }
-        let most = ends.into_iter().max_by_key(|(rank, chains)| (*chains, std::cmp::Reverse(*rank)));
+        let saw = |rank: &&Rank| !self.faults[*rank].hearsay;
+        let ends: Vec<Rank> = self.order.iter().filter(saw).map(|start| self.follow(*start)).collect();
+        let chains = |end: &Rank| ends.iter().filter(|e| *e == end).count();
+        // The first of the largest: `max_by_key` alone would take the last.
+        let most = ends.iter().rev().max_by_key(|end| chains(end)).copied();
         // Where all is hearsay, its source is not among us any more.
-        most.map(|(rank, _)| rank).or_else(|| self.faults.values().find_map(|fault| fault.blames))
+        most.or_else(|| self.faults.values().find_map(|fault| fault.blames))
     }
 
     fn follow(&self, start: Rank) -> Rank {
@@ -173,6 +179,7 @@ mod tests {
             silent: silent.iter().map(|r| Rank(*r)).collect(),
             overdue: false,
             faults: faults.iter().map(|(r, blames)| (Rank(*r), fault(*blames))).collect(),
+            order: faults.iter().map(|(r, _)| Rank(*r)).collect(),
             hosts: (0..8).map(|r| (Rank(r), format!("h{}", r / 2))).collect(),
         }
     }
@@ -190,7 +197,9 @@ mod tests {
         assert_eq!(culprit(&[], &[], &[(0, Some(1)), (1, Some(4)), (7, Some(0))]), Some(4));
         assert_eq!(culprit(&[], &[], &[(3, None), (0, Some(3))]), Some(3));
         assert_eq!(culprit(&[], &[], &[]), None);
-        assert_eq!(culprit(&[], &[], &[(0, Some(1)), (1, Some(0))]), Some(0), "a circle ends");
+        // In a circle the one who found out first is right: r2 heard nonsense and hung up, and r3 saw that.
+        assert_eq!(culprit(&[], &[], &[(2, Some(3)), (3, Some(2))]), Some(3));
+        assert_eq!(culprit(&[], &[], &[(3, Some(2)), (2, Some(3))]), Some(2));
     }
 
     #[test]

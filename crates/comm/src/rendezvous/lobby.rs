@@ -337,7 +337,7 @@ impl Desk {
                     self.go(round);
                 }
             }
-            ToLobby::Fault(fault) => drop(self.evidence.faults.insert(rank, fault)),
+            ToLobby::Fault(fault) => self.evidence.add(rank, fault),
             ToLobby::Pong { sent_ns, there_ns, answered_ns } => {
                 if self.pulse.answered(rank, RoundTrip { sent_ns, there_ns, answered_ns, back_ns }) {
                     self.ping(rank);
@@ -394,7 +394,9 @@ impl Desk {
     /// The first rank last: the lobby lives in its process, and may end with it.
     fn tell_all(&mut self, message: impl Fn(Rank) -> ToRank) {
         for (rank, (_, link)) in self.members.iter_mut().rev() {
-            if self.gone.contains(rank) && !self.evidence.faults.contains_key(rank) {
+            // Who took its leave hears nothing more. Who is lost may still listen.
+            let lost = self.evidence.lost.contains_key(rank);
+            if self.gone.contains(rank) && !lost && !self.evidence.faults.contains_key(rank) {
                 continue;
             }
             let told: Result<(), StreamError> = send(link, &message(*rank), Deadline::after(SEND));

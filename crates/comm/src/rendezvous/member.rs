@@ -1,6 +1,6 @@
 //! A rank's side of the rendezvous: join, learn who is there, answer pings, wait for the others, report faults.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -29,7 +29,16 @@ const LOBBY_FIRST: Duration = Duration::from_secs(2);
 const VERDICT: Duration = Duration::from_millis(900);
 
 /// What to do when the job is aborted: called once, on another thread, maybe in the middle of a run.
-pub type OnAbort = Box<dyn Fn(&Abort) + Send>;
+pub type OnAbort = Box<dyn Fn(&Abort, Word) + Send>;
+
+/// Whose word an abort is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Word {
+    /// The lobby's: everybody hears the same.
+    Lobby,
+    /// Our own, as the lobby is not there: others may know more.
+    Ours,
+}
 
 /// Where and as whom to join.
 #[derive(Debug, Clone)]
@@ -54,6 +63,8 @@ pub struct Member {
     link: Writer,
     round: u64,
     inbox: Receiver<Heard>,
+    /// What we were told at a barrier.
+    aborted: Option<(Abort, Word)>,
     shared: Arc<Shared>,
 }
 
@@ -71,7 +82,7 @@ struct Shared {
 /// What the thread that reads passes on.
 enum Heard {
     Go(u64, Option<ClockOffset>),
-    Abort(Abort),
+    Abort(Abort, Word),
 }
 
 impl Member {
@@ -99,7 +110,7 @@ impl Member {
         let reader =
             Reader { link: reading, answers, heard, lobby, silence, shared: shared.clone(), on_abort };
         Builder::new().name("member".into()).spawn(move || reader.run())?;
-        Ok((Self { me, table, clock: None, link, round: 0, inbox, shared }, doors))
+        Ok((Self { me, table, clock: None, link, round: 0, inbox, aborted: None, shared }, doors))
     }
 
     /// Waits until every rank has come this far.
@@ -114,7 +125,10 @@ impl Member {
                     return Ok(());
                 }
                 Ok(Heard::Go(..)) => {}
-                Ok(Heard::Abort(abort)) => return Err(RendezvousError::Aborted(abort)),
+                Ok(Heard::Abort(abort, word)) => {
+                    self.aborted = Some((abort.clone(), word));
+                    return Err(RendezvousError::Aborted(abort));
+                }
                 Err(RecvTimeoutError::Timeout) => return Err(timed_out()),
                 Err(RecvTimeoutError::Disconnected) => return Err(StreamError::Closed.into()),
             }
@@ -123,38 +137,46 @@ impl Member {
 
     /// Reports a fault, and waits for the lobby's word on who is to blame; without one, it is what we saw.
     pub fn fail(self, fault: Fault) -> Abort {
+        if let Some((abort, _)) = &self.aborted {
+            return abort.clone();
+        }
         let _ = tell(&self.link, &ToLobby::Fault(fault.clone()), Deadline::after(SEND));
         let deadline = Deadline::after(VERDICT);
         while let Some(left) = deadline.left() {
             match self.inbox.recv_timeout(left) {
-                Ok(Heard::Abort(abort)) => return abort,
+                Ok(Heard::Abort(abort, Word::Lobby)) => return abort,
+                Ok(Heard::Abort(abort, Word::Ours)) => return self.own_verdict(fault, Some(abort)),
                 Ok(Heard::Go(..)) => {}
                 Err(_) => break,
             }
         }
-        self.own_verdict(fault)
+        self.own_verdict(fault, None)
     }
 
-    /// What we think without the lobby. If it is silent and on another host than the rank we waited for in vain, both
-    /// being beyond our own host: that one is cut off.
-    fn own_verdict(&self, fault: Fault) -> Abort {
+    /// What we think without the lobby, and if we know, how we lost it. If both it and the rank that we waited for are
+    /// silent, on two other hosts than ours, it is ours that is cut off.
+    fn own_verdict(&self, fault: Fault, gone: Option<Abort>) -> Abort {
         let silent_ns = Monotonic.now_ns().saturating_sub(self.shared.heard_ns.load(Ordering::SeqCst));
         let host_of = |rank: Rank| self.table.get(&rank).map_or("an unknown host", |entry| &entry.host);
         let culprit = fault.blames.unwrap_or(self.me.rank);
         let lobby = self.table.values().next().unwrap_or(&self.me);
-        let far = |host: &str| host != self.me.host;
-        if silent_ns > HUSHED_NS
-            && far(host_of(culprit))
-            && far(&lobby.host)
-            && lobby.host != host_of(culprit)
-        {
+        let abort = |rank: Rank, text: String| Abort { culprit: rank, host: host_of(rank).into(), text };
+        let hosts = BTreeSet::from([host_of(culprit), &self.me.host, &lobby.host]);
+        if silent_ns > HUSHED_NS && hosts.len() == 3 {
             let whom = format!("neither {culprit} nor the rendezvous on {}", lobby.host);
-            let text = format!("is cut off: {whom} answers; {}", fault.text);
-            return Abort { culprit: self.me.rank, host: self.me.host.clone(), text };
+            return abort(self.me.rank, format!("is cut off: {whom} answers; {}", fault.text));
         }
-        let knows = fault.blames.is_none() || fault.hearsay || culprit == self.me.rank;
-        let verb = if knows { "failed:" } else { "does not answer;" };
-        Abort { culprit, host: host_of(culprit).into(), text: format!("{verb} {}", fault.text) }
+        match gone {
+            // We were stopped because of that, and know no more.
+            Some(gone) if fault.hearsay && fault.text == gone.text => gone,
+            Some(gone) if host_of(culprit) == lobby.host && culprit != self.me.rank => {
+                abort(gone.culprit, format!("{}; {}", gone.text, fault.text))
+            }
+            _ if fault.blames.is_none() || fault.hearsay || culprit == self.me.rank => {
+                abort(culprit, format!("failed: {}", fault.text))
+            }
+            _ => abort(culprit, format!("does not answer; {}", fault.text)),
+        }
     }
 
     /// Says goodbye: the job may end without us.
@@ -204,10 +226,10 @@ impl Reader {
                     self.answer(sent_ns, there_ns);
                     Ok(())
                 }
-                Ok(ToRank::Abort(abort)) => return self.abort(abort),
+                Ok(ToRank::Abort(abort)) => return self.abort(abort, Word::Lobby),
                 Ok(ToRank::Table(_)) => Ok(()),
                 Err(_) if self.shared.leaving.load(Ordering::SeqCst) => return,
-                Err(why) => return self.abort(self.lobby_gone(&why)),
+                Err(why) => return self.abort(self.lobby_gone(&why), Word::Ours),
             };
             if passed_on.is_err() {
                 return;
@@ -236,10 +258,10 @@ impl Reader {
         Abort { culprit: self.lobby.rank, host: self.lobby.host.clone(), text }
     }
 
-    fn abort(&self, abort: Abort) {
+    fn abort(&self, abort: Abort, word: Word) {
         // Whoever waits at a barrier hears it too.
-        let _ = self.heard.send(Heard::Abort(abort.clone()));
-        (self.on_abort)(&abort);
+        let _ = self.heard.send(Heard::Abort(abort.clone(), word));
+        (self.on_abort)(&abort, word);
     }
 }
 

@@ -34,7 +34,7 @@ mod pulse;
 pub use blame::{Abort, Fault};
 pub use doors::{Doors, connect};
 pub use lobby::{Lobby, Patience};
-pub use member::{Member, OnAbort, Ticket};
+pub use member::{Member, OnAbort, Ticket, Word};
 pub use pulse::ClockOffset;
 
 /// Where a line about a stranger goes.

@@ -48,7 +48,7 @@ fn join_as(
     let (aborts, aborted) = channel();
     let (master, rank) = (("127.0.0.1", port), Rank(rank));
     let ticket = Ticket { master, rank, host, secret, deadline: within(10), silence: SILENCE };
-    let on_abort: OnAbort = Box::new(move |abort| drop(aborts.send(abort.clone())));
+    let on_abort: OnAbort = Box::new(move |abort, _| drop(aborts.send(abort.clone())));
     let (member, doors) = Member::join(&ticket, on_abort)?;
     Ok((member, doors, aborted))
 }

@@ -1,0 +1,338 @@
+//! The fault matrix: every fault in every role, on emulated hosts. Whoever is left ends in time and names the culprit, and
+//! nothing remains.
+//!
+//! ```text
+//! h0 r0   h1 r1     h2 r2 ~ r3     h3 r4 ~ r5     h4 r6
+//! source  source    |  relay       |  end         nothing to do
+//! rendezvous └──NIC──┘ shm   └──NIC─┘ shm
+//! ```
+//!
+//! `CROSSMESH_FAULT_ROUNDS=20 cargo test -p crossmesh-cli --test faults -- --nocapture` does it over and over, and prints the times.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use common::{Scratch, binary};
+use crossmesh_testkit::machine::{
+    alive, descendants, eventually, inside, namespaces_of, needs_root, shared_segments,
+};
+use crossmesh_testkit::sockets::{Borrowed, connection, connection_to_port};
+use serde_json::Value;
+
+/// For namespaces and processes to be there; a busy machine takes its time.
+const PATIENCE: Duration = Duration::from_secs(40);
+const DEADLINE: Duration = Duration::from_secs(1);
+/// Everybody ends within this time of a death, or of the deadline.
+const PROMPT: Duration = Duration::from_secs(2);
+const RENDEZVOUS_PORT: u16 = 29500;
+/// Runs that are under way at once: they mostly wait.
+const AT_ONCE: usize = 5;
+
+const HOSTS: [u32; 7] = [0, 1, 2, 2, 3, 3, 4];
+
+/// What a rank is to the others: its number, whom it talks to, and what to call it.
+struct Role {
+    rank: u32,
+    peer: u32,
+    name: &'static str,
+}
+
+const ROLES: [Role; 6] = [
+    Role { rank: 0, peer: 2, name: "rank 0, the rendezvous" },
+    Role { rank: 1, peer: 2, name: "source only" },
+    Role { rank: 2, peer: 3, name: "forwarder" },
+    Role { rank: 3, peer: 2, name: "reader by shm" },
+    Role { rank: 5, peer: 4, name: "end of the chain" },
+    Role { rank: 6, peer: 0, name: "nothing to do" },
+];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    Kill,
+    Stop,
+    Cut,
+    HalfClosed,
+    Garbage,
+}
+
+const FAULTS: [Fault; 5] = [Fault::Kill, Fault::Stop, Fault::Cut, Fault::HalfClosed, Fault::Garbage];
+
+impl Fault {
+    fn name(self) -> &'static str {
+        match self {
+            Fault::Kill => "kill -9",
+            Fault::Stop => "SIGSTOP",
+            Fault::Cut => "cut cable",
+            Fault::HalfClosed => "half-closed socket",
+            Fault::Garbage => "garbage",
+        }
+    }
+
+    /// Silence is noticed by the deadline, the rest at once.
+    fn limit(self) -> Duration {
+        match self {
+            Fault::Stop | Fault::Cut => DEADLINE + PROMPT,
+            Fault::Kill | Fault::HalfClosed | Fault::Garbage => PROMPT,
+        }
+    }
+}
+
+/// A run on five emulated hosts that would take about ten seconds, under way.
+struct LongRun {
+    scratch: Scratch,
+    launcher: Child,
+    /// By rank.
+    ranks: BTreeMap<u32, u32>,
+    /// All that the launcher says.
+    stderr: JoinHandle<Vec<String>>,
+}
+
+impl LongRun {
+    fn start() -> Self {
+        let scratch = Scratch::new();
+        let host = |devices| format!("[[host]]\ndevices = {devices}\nnic = \"12Mbit\"\n\n");
+        let cluster = scratch.file("cluster.toml", [1, 1, 2, 2, 1].map(host).concat());
+        let pairs = scratch.file(
+            "pairs.txt",
+            "w: i32[16,1024,256]@A{x:2}=0-1(x,_,_) -> i32[16,1024,256]@B{h:2,g:2}=2-5(_,_,_)\n\
+             still: u8[64]@C{x:1}=6(_) -> u8[64]@D{x:1}=6(_)\n",
+        );
+        let mut command = binary();
+        command.args(["run", "--strategy", "broadcast:greedy", "--emulate", "cluster", "--deadline", "1s"]);
+        command.arg("--pairs").arg(pairs).arg("--cluster").arg(cluster);
+        command.args(["--flight", &scratch.at("flight.json")]);
+        let mut launcher =
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let stderr = follow(&mut launcher);
+        let pid = launcher.id();
+        assert!(eventually(PATIENCE, || sent_by_host(pid, 2) > 300_000), "no bytes move");
+        let ranks: BTreeMap<u32, u32> =
+            descendants(pid).into_iter().filter_map(|pid| Some((rank_of(pid)?, pid))).collect();
+        assert_eq!(ranks.len(), HOSTS.len());
+        Self { scratch, launcher, ranks, stderr }
+    }
+
+    fn signal(&self, rank: u32, signal: &str) {
+        let killed = Command::new("kill").args([signal, &self.ranks[&rank].to_string()]).status().unwrap();
+        assert!(killed.success());
+    }
+
+    /// The rank's end of a connection: of the data that it exchanges, or else to the rendezvous.
+    fn socket(&self, role: &Role) -> Borrowed {
+        let (from, to) = (self.ranks[&role.rank], self.ranks[&role.peer]);
+        let data = connection(from, to, RENDEZVOUS_PORT);
+        data.or_else(|| connection_to_port(from, RENDEZVOUS_PORT)).expect("every rank has a connection")
+    }
+
+    fn inject(&self, fault: Fault, role: &Role) {
+        match fault {
+            Fault::Kill => self.signal(role.rank, "-KILL"),
+            Fault::Stop => self.signal(role.rank, "-STOP"),
+            Fault::Cut => {
+                let all = namespaces_of(self.launcher.id());
+                let switch = all.iter().find(|n| n.ends_with("-switch")).unwrap();
+                let port = format!("p{}", HOSTS[role.rank as usize]);
+                let cut = Command::new("ip").args(["-n", switch, "link", "set", &port, "down"]).status();
+                assert!(cut.unwrap().success());
+            }
+            Fault::HalfClosed => self.socket(role).close_writing(),
+            Fault::Garbage => {
+                let socket = self.socket(role);
+                assert!(eventually(PATIENCE, || socket.say(&[0x5a; 200])), "the socket takes nothing");
+            }
+        }
+    }
+}
+
+/// How a run ended.
+struct Ended {
+    /// From the fault to the end of each rank, and of the launcher.
+    ranks: BTreeMap<u32, Duration>,
+    launcher: Duration,
+    code: Option<i32>,
+    stderr: Vec<String>,
+    flight: Value,
+}
+
+#[expect(clippy::disallowed_methods, reason = "a test of real time")]
+fn end_of(mut run: LongRun, fault: Fault, role: &Role) -> Ended {
+    let start = Instant::now();
+    run.inject(fault, role);
+    let mut ranks = BTreeMap::new();
+    let mut code = None;
+    let over = eventually(2 * fault.limit() + PATIENCE, || {
+        for (rank, pid) in &run.ranks {
+            if !alive(*pid) {
+                ranks.entry(*rank).or_insert_with(|| start.elapsed());
+            }
+        }
+        code = run.launcher.try_wait().unwrap().map(|status| status.code());
+        code.is_some()
+    });
+    assert!(over, "the launcher does not end");
+    let launcher = start.elapsed();
+    let pid = run.launcher.id();
+    assert_eq!(namespaces_of(pid), Vec::<String>::new(), "namespaces are left");
+    assert!(run.ranks.values().all(|pid| !alive(*pid)), "processes are left");
+    let text = std::fs::read_to_string(run.scratch.path().join("flight.json")).unwrap();
+    let stderr = run.stderr.join().unwrap();
+    Ended { ranks, launcher, code: code.flatten(), stderr, flight: serde_json::from_str(&text).unwrap() }
+}
+
+/// What is wrong with how a run ended; nothing, if all is well.
+fn complaints(ended: &Ended, fault: Fault, role: &Role) -> Vec<String> {
+    let mut wrong = vec![];
+    let host = HOSTS[role.rank as usize];
+    // Of a host that was cut off, any rank may stand for it.
+    let culprits: Vec<u32> = match fault {
+        Fault::Cut => (0..7).filter(|r| HOSTS[*r as usize] == host).collect(),
+        _ => vec![role.rank],
+    };
+    let names = |line: &str| culprits.iter().any(|r| line.contains(&format!("error: r{r} on h{host} ")));
+    for rank in 0..7u32 {
+        let gone = rank == role.rank && matches!(fault, Fault::Kill | Fault::Stop);
+        match ended.ranks.get(&rank) {
+            Some(after) if *after <= fault.limit() || gone => {}
+            after => wrong.push(format!("r{rank} ended after {after:?}")),
+        }
+        let status = ended.flight["processes"][rank as usize]["ended"].as_str().unwrap_or("none");
+        if !gone && status != "exit status: 2" {
+            wrong.push(format!("r{rank} ended with {status}"));
+        }
+        let lines: Vec<&String> =
+            ended.stderr.iter().filter(|l| l.starts_with(&format!("[{rank}] error: "))).collect();
+        // All that it ever sees is the rendezvous, and no word of an op comes without it.
+        let blind = rank == 6 && (role.rank == 0 || (role.rank == 6 && fault == Fault::Cut));
+        match lines.as_slice() {
+            [] if gone => {}
+            [line] if names(line) || (blind && role.rank == 6) => wrong.extend(lacking(line, role, blind)),
+            lines => wrong.push(format!("r{rank} says {lines:?}")),
+        }
+    }
+    if ended.launcher > fault.limit() || ended.code != Some(2) {
+        wrong.push(format!("the launcher ended with {:?} after {:?}", ended.code, ended.launcher));
+    }
+    if !ended.stderr.last().is_some_and(|line| line.starts_with("error: ") && names(line)) {
+        wrong.push(format!("the last line is {:?}", ended.stderr.last()));
+    }
+    if !culprits.iter().any(|r| ended.flight["verdict"]["culprit"] == *r) {
+        wrong.push(format!("the flight record's verdict is {}", ended.flight["verdict"]));
+    }
+    wrong
+}
+
+/// What a line about a culprit does not tell. About a rank that nobody waited for there is no op to tell of.
+fn lacking(line: &str, role: &Role, blind: bool) -> Option<String> {
+    let told = match role.rank {
+        _ if blind => true,
+        6 => line.contains("nothing was outstanding") || line.contains("what no rank says"),
+        _ => {
+            ["send t", "receive t"].iter().any(|op| line.contains(op))
+                && line.contains(" of tensor w, ")
+                && line.contains(" B outstanding")
+        }
+    };
+    (!told).then(|| format!("no op, tensor or bytes in: {line}"))
+}
+
+/// Everything on the launcher's stderr, line by line.
+fn follow(launcher: &mut Child) -> JoinHandle<Vec<String>> {
+    let pipe = launcher.stderr.take().unwrap();
+    let read = move || BufReader::new(pipe).lines().map_while(Result::ok).collect();
+    std::thread::Builder::new().spawn(read).unwrap()
+}
+
+/// The rank of a process, by its environment.
+fn rank_of(pid: u32) -> Option<u32> {
+    let environment = std::fs::read_to_string(format!("/proc/{pid}/environ")).ok()?;
+    environment.split('\0').find_map(|v| v.strip_prefix("RANK="))?.parse().ok()
+}
+
+/// Bytes that left an emulated host.
+fn sent_by_host(launcher: u32, host: u32) -> u64 {
+    let all = namespaces_of(launcher);
+    let Some(namespace) = all.iter().find(|n| n.ends_with(&format!("-h{host}"))) else { return 0 };
+    let counters = inside(namespace, || std::fs::read_to_string("/proc/thread-self/net/dev").unwrap());
+    let nic = counters.lines().find(|l| l.trim_start().starts_with("nic:")).unwrap_or("");
+    nic.split_whitespace().nth(9).and_then(|n| n.parse().ok()).unwrap_or(0)
+}
+
+/// A case of the matrix, and how it went.
+struct Case {
+    fault: Fault,
+    role: usize,
+}
+
+#[test]
+fn every_fault_in_every_role_is_named_in_time() {
+    needs_root();
+    let segments = shared_segments();
+    let rounds: usize = std::env::var("CROSSMESH_FAULT_ROUNDS").map_or(1, |n| n.parse().unwrap());
+    let only = std::env::var("CROSSMESH_FAULT").unwrap_or_default();
+    let mut cases: Vec<Case> = vec![];
+    for _ in 0..rounds {
+        for fault in FAULTS.into_iter().filter(|f| f.name().contains(&only)) {
+            cases.extend((0..ROLES.len()).map(|role| Case { fault, role }));
+        }
+    }
+    cases.reverse();
+    let (cases, results) = (Mutex::new(cases), Mutex::new(vec![]));
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                loop {
+                    let Some(case) = cases.lock().unwrap().pop() else { return };
+                    let ended = end_of(LongRun::start(), case.fault, &ROLES[case.role]);
+                    results.lock().unwrap().push((case, ended));
+                }
+            });
+        }
+    });
+    let results = results.into_inner().unwrap();
+    print_times(&results);
+    let mut wrong = 0;
+    for (case, ended) in &results {
+        let complaints = complaints(ended, case.fault, &ROLES[case.role]);
+        if !complaints.is_empty() {
+            wrong += 1;
+            eprintln!("\n{} × {}:", case.fault.name(), ROLES[case.role].name);
+            complaints.iter().for_each(|c| eprintln!("  - {c}"));
+            ended.stderr.iter().for_each(|line| eprintln!("    {line}"));
+        }
+    }
+    assert_eq!(wrong, 0, "of {} runs", results.len());
+    assert_eq!(shared_segments(), segments);
+}
+
+/// Seconds from the fault to the end of the last surviving rank, and of the launcher: the worst over all rounds.
+fn print_times(results: &[(Case, Ended)]) {
+    println!("| fault | role | runs | last survivor | launcher | limit |\n|---|---|---:|---:|---:|---:|");
+    for fault in FAULTS {
+        for (index, role) in ROLES.iter().enumerate() {
+            let of_case = |(case, _): &&(Case, Ended)| case.fault == fault && case.role == index;
+            let ended: Vec<&Ended> = results.iter().filter(of_case).map(|(_, ended)| ended).collect();
+            let survivor =
+                |e: &&Ended| e.ranks.iter().filter(|(r, _)| **r != role.rank).map(|(_, t)| *t).max();
+            let (Some(last), Some(launcher)) =
+                (ended.iter().filter_map(survivor).max(), ended.iter().map(|e| e.launcher).max())
+            else {
+                continue;
+            };
+            println!(
+                "| {} | {} | {} | {:.2} s | {:.2} s | {:.1} s |",
+                fault.name(),
+                role.name,
+                ended.len(),
+                last.as_secs_f64(),
+                launcher.as_secs_f64(),
+                fault.limit().as_secs_f64()
+            );
+        }
+    }
+}
