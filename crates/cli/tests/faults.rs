@@ -34,8 +34,6 @@ const RENDEZVOUS_PORT: u16 = 29500;
 /// Runs that are under way at once: they mostly wait.
 const AT_ONCE: usize = 5;
 
-const HOSTS: [u32; 7] = [0, 1, 2, 2, 3, 3, 4];
-
 /// What a rank is to the others: its number, whom it talks to, and what to call it.
 struct Role {
     rank: u32,
@@ -43,14 +41,53 @@ struct Role {
     name: &'static str,
 }
 
-const ROLES: [Role; 6] = [
-    Role { rank: 0, peer: 2, name: "rank 0, the rendezvous" },
-    Role { rank: 1, peer: 2, name: "source only" },
-    Role { rank: 2, peer: 3, name: "forwarder" },
-    Role { rank: 3, peer: 2, name: "reader by shm" },
-    Role { rank: 5, peer: 4, name: "end of the chain" },
-    Role { rank: 6, peer: 0, name: "nothing to do" },
-];
+/// What runs where, and which ranks are worth a fault.
+struct Setting {
+    pairs: &'static str,
+    strategy: &'static str,
+    /// By rank.
+    hosts: &'static [u32],
+    /// The host whose NIC shows that all have started.
+    relay: u32,
+    roles: &'static [Role],
+    faults: &'static [Fault],
+}
+
+/// The picture above: one thing after the other, down a chain.
+const CHAIN: Setting = Setting {
+    pairs: "w: i32[16,1024,256]@A{x:2}=0-1(x,_,_) -> i32[16,1024,256]@B{h:2,g:2}=2-5(_,_,_)\n\
+            still: u8[64]@C{x:1}=6(_) -> u8[64]@D{x:1}=6(_)\n",
+    strategy: "broadcast:greedy",
+    hosts: &[0, 1, 2, 2, 3, 3, 4],
+    relay: 2,
+    roles: &[
+        Role { rank: 0, peer: 2, name: "rank 0, the rendezvous" },
+        Role { rank: 1, peer: 2, name: "source only" },
+        Role { rank: 2, peer: 3, name: "forwarder" },
+        Role { rank: 3, peer: 2, name: "reader by shm" },
+        Role { rank: 5, peer: 4, name: "end of the chain" },
+        Role { rank: 6, peer: 0, name: IDLE },
+    ],
+    faults: &[Fault::Kill, Fault::Stop, Fault::Cut, Fault::HalfClosed, Fault::Garbage],
+};
+
+/// Everybody at once: two sources on a host, four destinations on two, each of which forwards. Who is alive may wait for
+/// its turn for longer than the deadline.
+const GRID: Setting = Setting {
+    pairs: "w: i32[16,1024,256]@A{h:1,g:2}(g,_,_) -> i32[16,1024,256]@B{h:2,g:2}(_,_,_)\n",
+    strategy: "flow",
+    hosts: &[0, 0, 1, 1, 2, 2],
+    relay: 1,
+    roles: &[
+        Role { rank: 0, peer: 2, name: "grid: rank 0" },
+        Role { rank: 1, peer: 3, name: "grid: source" },
+        Role { rank: 3, peer: 5, name: "grid: relay" },
+        Role { rank: 4, peer: 2, name: "grid: end" },
+    ],
+    faults: &[Fault::Kill, Fault::Stop],
+};
+
+const IDLE: &str = "nothing to do";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
@@ -60,8 +97,6 @@ enum Fault {
     HalfClosed,
     Garbage,
 }
-
-const FAULTS: [Fault; 5] = [Fault::Kill, Fault::Stop, Fault::Cut, Fault::HalfClosed, Fault::Garbage];
 
 impl Fault {
     fn name(self) -> &'static str {
@@ -85,6 +120,7 @@ impl Fault {
 
 /// A run on five emulated hosts that would take about ten seconds, under way.
 struct LongRun {
+    setting: &'static Setting,
     scratch: Scratch,
     launcher: Child,
     /// By rank.
@@ -94,28 +130,25 @@ struct LongRun {
 }
 
 impl LongRun {
-    fn start() -> Self {
+    fn start(setting: &'static Setting) -> Self {
         let scratch = Scratch::new();
+        let devices = setting.hosts.chunk_by(|a, b| a == b).map(<[u32]>::len);
         let host = |devices| format!("[[host]]\ndevices = {devices}\nnic = \"12Mbit\"\n\n");
-        let cluster = scratch.file("cluster.toml", [1, 1, 2, 2, 1].map(host).concat());
-        let pairs = scratch.file(
-            "pairs.txt",
-            "w: i32[16,1024,256]@A{x:2}=0-1(x,_,_) -> i32[16,1024,256]@B{h:2,g:2}=2-5(_,_,_)\n\
-             still: u8[64]@C{x:1}=6(_) -> u8[64]@D{x:1}=6(_)\n",
-        );
+        let cluster = scratch.file("cluster.toml", devices.map(host).collect::<String>());
+        let pairs = scratch.file("pairs.txt", setting.pairs);
         let mut command = binary();
-        command.args(["run", "--strategy", "broadcast:greedy", "--emulate", "cluster", "--deadline", "1s"]);
+        command.args(["run", "--strategy", setting.strategy, "--emulate", "cluster", "--deadline", "1s"]);
         command.arg("--pairs").arg(pairs).arg("--cluster").arg(cluster);
         command.args(["--flight", &scratch.at("flight.json")]);
         let mut launcher =
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let stderr = follow(&mut launcher);
         let pid = launcher.id();
-        assert!(eventually(PATIENCE, || sent_by_host(pid, 2) > 300_000), "no bytes move");
+        assert!(eventually(PATIENCE, || sent_by_host(pid, setting.relay) > 300_000), "no bytes move");
         let ranks: BTreeMap<u32, u32> =
             descendants(pid).into_iter().filter_map(|pid| Some((rank_of(pid)?, pid))).collect();
-        assert_eq!(ranks.len(), HOSTS.len());
-        Self { scratch, launcher, ranks, stderr }
+        assert_eq!(ranks.len(), setting.hosts.len());
+        Self { setting, scratch, launcher, ranks, stderr }
     }
 
     fn signal(&self, rank: u32, signal: &str) {
@@ -137,7 +170,7 @@ impl LongRun {
             Fault::Cut => {
                 let all = namespaces_of(self.launcher.id());
                 let switch = all.iter().find(|n| n.ends_with("-switch")).unwrap();
-                let port = format!("p{}", HOSTS[role.rank as usize]);
+                let port = format!("p{}", self.setting.hosts[role.rank as usize]);
                 let cut = Command::new("ip").args(["-n", switch, "link", "set", &port, "down"]).status();
                 assert!(cut.unwrap().success());
             }
@@ -152,6 +185,7 @@ impl LongRun {
 
 /// How a run ended.
 struct Ended {
+    case: Case,
     /// From the fault to the end of each rank, and of the launcher.
     ranks: BTreeMap<u32, Duration>,
     launcher: Duration,
@@ -161,7 +195,8 @@ struct Ended {
 }
 
 #[expect(clippy::disallowed_methods, reason = "a test of real time")]
-fn end_of(mut run: LongRun, fault: Fault, role: &Role) -> Ended {
+fn end_of(mut run: LongRun, case: Case) -> Ended {
+    let Case { fault, role, .. } = case;
     let start = Instant::now();
     run.inject(fault, role);
     let mut ranks = BTreeMap::new();
@@ -182,20 +217,22 @@ fn end_of(mut run: LongRun, fault: Fault, role: &Role) -> Ended {
     assert!(run.ranks.values().all(|pid| !alive(*pid)), "processes are left");
     let text = std::fs::read_to_string(run.scratch.path().join("flight.json")).unwrap();
     let stderr = run.stderr.join().unwrap();
-    Ended { ranks, launcher, code: code.flatten(), stderr, flight: serde_json::from_str(&text).unwrap() }
+    let (code, flight) = (code.flatten(), serde_json::from_str(&text).unwrap());
+    Ended { case, ranks, launcher, code, stderr, flight }
 }
 
 /// What is wrong with how a run ended; nothing, if all is well.
-fn complaints(ended: &Ended, fault: Fault, role: &Role) -> Vec<String> {
+fn complaints(ended: &Ended) -> Vec<String> {
+    let Case { setting, fault, role } = ended.case;
     let mut wrong = vec![];
-    let host = HOSTS[role.rank as usize];
+    let (host, world) = (setting.hosts[role.rank as usize], setting.hosts.len() as u32);
     // Of a host that was cut off, any rank may stand for it.
     let culprits: Vec<u32> = match fault {
-        Fault::Cut => (0..7).filter(|r| HOSTS[*r as usize] == host).collect(),
+        Fault::Cut => (0..world).filter(|r| setting.hosts[*r as usize] == host).collect(),
         _ => vec![role.rank],
     };
     let names = |line: &str| culprits.iter().any(|r| line.contains(&format!("error: r{r} on h{host} ")));
-    for rank in 0..7u32 {
+    for rank in 0..world {
         let gone = rank == role.rank && matches!(fault, Fault::Kill | Fault::Stop);
         match ended.ranks.get(&rank) {
             Some(after) if *after <= fault.limit() || gone => {}
@@ -208,10 +245,11 @@ fn complaints(ended: &Ended, fault: Fault, role: &Role) -> Vec<String> {
         let lines: Vec<&String> =
             ended.stderr.iter().filter(|l| l.starts_with(&format!("[{rank}] error: "))).collect();
         // All that it ever sees is the rendezvous, and no word of an op comes without it.
-        let blind = rank == 6 && (role.rank == 0 || (role.rank == 6 && fault == Fault::Cut));
+        let alone = role.name == IDLE && fault == Fault::Cut && rank == role.rank;
+        let blind = alone || (rank == 6 && role.rank == 0);
         match lines.as_slice() {
             [] if gone => {}
-            [line] if names(line) || (blind && role.rank == 6) => wrong.extend(lacking(line, role, blind)),
+            [line] if names(line) || alone => wrong.extend(lacking(line, role, blind)),
             lines => wrong.push(format!("r{rank} says {lines:?}")),
         }
     }
@@ -229,9 +267,9 @@ fn complaints(ended: &Ended, fault: Fault, role: &Role) -> Vec<String> {
 
 /// What a line about a culprit does not tell. About a rank that nobody waited for there is no op to tell of.
 fn lacking(line: &str, role: &Role, blind: bool) -> Option<String> {
-    let told = match role.rank {
+    let told = match role.name {
         _ if blind => true,
-        6 => line.contains("nothing was outstanding") || line.contains("what no rank says"),
+        IDLE => line.contains("nothing was outstanding") || line.contains("what no rank says"),
         _ => {
             ["send t", "receive t"].iter().any(|op| line.contains(op))
                 && line.contains(" of tensor w, ")
@@ -263,76 +301,85 @@ fn sent_by_host(launcher: u32, host: u32) -> u64 {
     nic.split_whitespace().nth(9).and_then(|n| n.parse().ok()).unwrap_or(0)
 }
 
-/// A case of the matrix, and how it went.
+/// A case of the matrix.
+#[derive(Clone, Copy)]
 struct Case {
+    setting: &'static Setting,
     fault: Fault,
-    role: usize,
+    role: &'static Role,
+}
+
+/// All cases, as often as one likes; only some of them with `CROSSMESH_FAULT=SIGSTOP`.
+fn cases() -> Vec<Case> {
+    let rounds: usize = std::env::var("CROSSMESH_FAULT_ROUNDS").map_or(1, |n| n.parse().unwrap());
+    let only = std::env::var("CROSSMESH_FAULT").unwrap_or_default();
+    let of = |setting: &'static Setting| {
+        let faults = setting.faults.iter();
+        faults.flat_map(move |fault| {
+            setting.roles.iter().map(move |role| Case { setting, fault: *fault, role })
+        })
+    };
+    let all: Vec<Case> =
+        [&CHAIN, &GRID].into_iter().flat_map(of).filter(|c| c.fault.name().contains(&only)).collect();
+    (0..rounds).flat_map(|_| all.clone()).collect()
 }
 
 #[test]
 fn every_fault_in_every_role_is_named_in_time() {
     needs_root();
     let segments = shared_segments();
-    let rounds: usize = std::env::var("CROSSMESH_FAULT_ROUNDS").map_or(1, |n| n.parse().unwrap());
-    let only = std::env::var("CROSSMESH_FAULT").unwrap_or_default();
-    let mut cases: Vec<Case> = vec![];
-    for _ in 0..rounds {
-        for fault in FAULTS.into_iter().filter(|f| f.name().contains(&only)) {
-            cases.extend((0..ROLES.len()).map(|role| Case { fault, role }));
-        }
-    }
-    cases.reverse();
-    let (cases, results) = (Mutex::new(cases), Mutex::new(vec![]));
+    let left = Mutex::new(cases().into_iter());
+    let results = Mutex::new(vec![]);
     std::thread::scope(|scope| {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 loop {
-                    let Some(case) = cases.lock().unwrap().pop() else { return };
-                    let ended = end_of(LongRun::start(), case.fault, &ROLES[case.role]);
-                    results.lock().unwrap().push((case, ended));
+                    let Some(case) = left.lock().unwrap().next() else { return };
+                    let ended = end_of(LongRun::start(case.setting), case);
+                    results.lock().unwrap().push(ended);
                 }
             });
         }
     });
     let results = results.into_inner().unwrap();
     print_times(&results);
-    let mut wrong = 0;
-    for (case, ended) in &results {
-        let complaints = complaints(ended, case.fault, &ROLES[case.role]);
-        if !complaints.is_empty() {
-            wrong += 1;
-            eprintln!("\n{} × {}:", case.fault.name(), ROLES[case.role].name);
-            complaints.iter().for_each(|c| eprintln!("  - {c}"));
-            ended.stderr.iter().for_each(|line| eprintln!("    {line}"));
-        }
-    }
+    let wrong = results.iter().filter(|ended| !is_well(ended)).count();
     assert_eq!(wrong, 0, "of {} runs", results.len());
     assert_eq!(shared_segments(), segments);
 }
 
+fn is_well(ended: &Ended) -> bool {
+    let complaints = complaints(ended);
+    if complaints.is_empty() {
+        return true;
+    }
+    eprintln!("\n{} × {}:", ended.case.fault.name(), ended.case.role.name);
+    complaints.iter().for_each(|c| eprintln!("  - {c}"));
+    ended.stderr.iter().for_each(|line| eprintln!("    {line}"));
+    false
+}
+
 /// Seconds from the fault to the end of the last surviving rank, and of the launcher: the worst over all rounds.
-fn print_times(results: &[(Case, Ended)]) {
+fn print_times(results: &[Ended]) {
     println!("| fault | role | runs | last survivor | launcher | limit |\n|---|---|---:|---:|---:|---:|");
-    for fault in FAULTS {
-        for (index, role) in ROLES.iter().enumerate() {
-            let of_case = |(case, _): &&(Case, Ended)| case.fault == fault && case.role == index;
-            let ended: Vec<&Ended> = results.iter().filter(of_case).map(|(_, ended)| ended).collect();
-            let survivor =
-                |e: &&Ended| e.ranks.iter().filter(|(r, _)| **r != role.rank).map(|(_, t)| *t).max();
-            let (Some(last), Some(launcher)) =
-                (ended.iter().filter_map(survivor).max(), ended.iter().map(|e| e.launcher).max())
-            else {
-                continue;
-            };
-            println!(
-                "| {} | {} | {} | {:.2} s | {:.2} s | {:.1} s |",
-                fault.name(),
-                role.name,
-                ended.len(),
-                last.as_secs_f64(),
-                launcher.as_secs_f64(),
-                fault.limit().as_secs_f64()
-            );
-        }
+    let mut table: BTreeMap<(usize, &str), Vec<&Ended>> = BTreeMap::new();
+    for ended in results {
+        let Case { setting, fault, role } = ended.case;
+        let row = 100 * usize::from(setting.strategy == GRID.strategy)
+            + 10 * setting.faults.iter().position(|f| *f == fault).unwrap()
+            + setting.roles.iter().position(|r| r.name == role.name).unwrap();
+        table.entry((row, fault.name())).or_default().push(ended);
+    }
+    for ((_, fault), runs) in table {
+        let Case { role, fault: kind, .. } = runs[0].case;
+        let survivor = |e: &&Ended| e.ranks.iter().filter(|(r, _)| **r != role.rank).map(|(_, t)| *t).max();
+        let last = runs.iter().filter_map(survivor).max().unwrap_or_default().as_secs_f64();
+        let launcher = runs.iter().map(|e| e.launcher).max().unwrap_or_default().as_secs_f64();
+        let limit = kind.limit().as_secs_f64();
+        println!(
+            "| {fault} | {} | {} | {last:.2} s | {launcher:.2} s | {limit:.1} s |",
+            role.name,
+            runs.len()
+        );
     }
 }

@@ -175,7 +175,8 @@ fn talk_to(bytes: &[u8]) -> CommError {
 fn nonsense_is_named() {
     let hello = Header::bare(FrameKind::Hello, 0, 1).encode().to_vec();
     let with = |more: &[u8]| [&hello, more].concat();
-    let starts = "r0 cannot make sense of what r1 (host host-1) sends: ";
+    let starts = "r0 cannot make sense of what r1 (host host-1) sends during send t0 to r1 of tensor 0 \
+                  (u8[1000000]), 1000000 B outstanding: ";
     let says = |bytes: &[u8], what: &str| {
         let error = talk_to(bytes);
         assert_eq!(error.culprit(), Some(Rank(1)));

@@ -88,9 +88,9 @@ pub fn namespaces_of(pid: u32) -> Vec<String> {
     names_in("/run/netns").into_iter().filter(|name| name.starts_with(&prefix)).collect()
 }
 
-/// Shared memory segments that have a name.
+/// Shared memory of ours that has a name, and would outlive its processes. (What has none cannot.)
 pub fn shared_segments() -> Vec<String> {
-    names_in("/dev/shm")
+    names_in("/dev/shm").into_iter().filter(|name| name.contains("crossmesh")).collect()
 }
 
 fn names_in(folder: &str) -> Vec<String> {

@@ -15,8 +15,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, OnceLock};
 
 use crossmesh_core::id::Rank;
-use rustix::event::{Timespec, epoll};
-use rustix::net::{RecvFlags, recv};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 
 use super::{Engine, NO_EVENT};
 use crate::error::CommError;
@@ -331,6 +330,8 @@ impl Engine {
 
 /// Whether a connection that takes no more bytes was closed on this side: the peer still has its end open.
 fn is_broken_here(error: &std::io::Error, fd: BorrowedFd<'_>) -> bool {
-    let peek = || recv(fd, &mut [0u8; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
-    error.kind() == std::io::ErrorKind::BrokenPipe && !matches!(peek(), Ok((_, 0)))
+    let ends = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    let mut state = [PollFd::from_borrowed_fd(fd, ends)];
+    let looked = poll(&mut state, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    error.kind() == std::io::ErrorKind::BrokenPipe && looked.is_ok() && !state[0].revents().intersects(ends)
 }

@@ -255,7 +255,11 @@ impl Desk {
     fn feel_pulse(&mut self) {
         let now = Monotonic.now_ns();
         self.pulse.look(now);
-        if self.all_in() && self.pulse.is_due(now) {
+        // Who waits for the others to arrive has nothing to say.
+        if !self.all_in() {
+            return;
+        }
+        if self.pulse.is_due(now) {
             let present = self.members.keys().filter(|r| !self.gone.contains(r)).copied();
             present.collect::<Vec<_>>().into_iter().for_each(|rank| self.ping(rank));
         }
