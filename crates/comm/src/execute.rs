@@ -71,7 +71,7 @@ pub fn peers_of(program: &Program, rank: Rank) -> Vec<Rank> {
     let peer = |kind: &OpKind| match *kind {
         OpKind::Send { to, .. } => Some(to),
         OpKind::Recv { from, .. } => Some(from),
-        OpKind::Copy { .. } => None,
+        OpKind::Copy { .. } | OpKind::Compute { .. } => None,
     };
     let mut peers: Vec<Rank> =
         program.ranks[rank.index()].ops.iter().filter_map(|op| peer(&op.kind)).collect();

@@ -15,6 +15,7 @@ pub mod buffer;
 pub mod clock;
 pub mod combine;
 pub mod deadline;
+pub mod device;
 pub mod emulate;
 pub mod engine;
 pub mod environment;

@@ -225,7 +225,7 @@ impl Job {
                     link_of(from).ok_or(CommError::NoLink { me, peer: from })?;
                     self.recv_by_tag.insert(tag, i);
                 }
-                OpKind::Copy { .. } => {}
+                OpKind::Copy { .. } | OpKind::Compute { .. } => {}
             }
         }
         Ok(())
@@ -261,7 +261,7 @@ impl Job {
         match self.op(op).kind {
             OpKind::Send { to, .. } => Some(to),
             OpKind::Recv { from, .. } => Some(from),
-            OpKind::Copy { .. } => None,
+            OpKind::Copy { .. } | OpKind::Compute { .. } => None,
         }
     }
 
@@ -287,6 +287,7 @@ impl Job {
             OpKind::Send { to, tag, .. } => format!("send t{tag} to {to}"),
             OpKind::Recv { from, tag, .. } => format!("receive t{tag} from {from}"),
             OpKind::Copy { .. } => format!("copy {op}"),
+            OpKind::Compute { pass, .. } => format!("compute pass {pass}"),
         }
     }
 }
