@@ -13,6 +13,7 @@ pub mod mesh;
 pub mod program;
 pub mod region;
 pub mod reshard;
+pub mod schedule;
 pub mod sim;
 pub mod trace;
 pub mod units;
