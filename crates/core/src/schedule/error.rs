@@ -47,4 +47,7 @@ pub enum ScheduleError {
     PassTwice { pass: Pass, device: DeviceId },
     #[error("{pass} is on {device}, but {} does not visit {}", pass.microbatch, pass.stage)]
     OffRoute { pass: Pass, device: DeviceId },
+
+    #[error("the cost of {what} is {value}\nhint: costs are times: finite, and not negative")]
+    BadCost { what: String, value: f64 },
 }

@@ -9,17 +9,27 @@
 //! device 1   1F0 1BW0 1F1 1BW1            0BW0 needs 0F0 (own) and 1BW0 (its gradient, over the same edge)
 //! ```
 
+pub mod check;
+mod costs;
 mod error;
+pub mod memory;
 mod needs;
+mod order_graph;
 mod pass;
 mod placement;
 mod routes;
+mod time;
 
+pub use check::{Check, CheckError, check};
+pub use costs::{Channel, Costs, Hop, StageCost};
 pub use error::ScheduleError;
+pub use memory::Footprint;
 pub use needs::{Need, Via};
+pub use order_graph::{Wait, Why};
 pub use pass::{Pass, PassError, PassKind};
 pub use placement::{MAX_STAGES, Placement};
 pub use routes::{Edge, Routes};
+pub use time::{Message, Span, Timed, time};
 
 use crate::id::{DeviceId, MicrobatchId, StageId};
 
@@ -27,7 +37,7 @@ use crate::id::{DeviceId, MicrobatchId, StageId};
 pub const MAX_PASSES: u64 = 1 << 24;
 
 /// For every device the order of its passes. Every pass is on its stage's device, and there once; whether all are there,
-/// and whether the order can be run, is for the checkers to say.
+/// and whether the order can be run, is for [`check()`] to say.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Schedule {
     name: String,

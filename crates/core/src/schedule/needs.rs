@@ -35,7 +35,7 @@ pub enum Via {
 }
 
 impl Schedule {
-    /// What `pass` waits for. A pass that the schedule lacks is named all the same; the checkers find it.
+    /// What `pass` waits for. A pass that the schedule lacks is named all the same; [`check()`](super::check()) finds it.
     pub fn needs(&self, pass: Pass) -> Vec<Need> {
         let mut needs = Vec::with_capacity(3);
         self.each_need(pass, |need| needs.push(need));
