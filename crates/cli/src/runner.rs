@@ -11,8 +11,8 @@ use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
+use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
-use crossmesh_core::reshard::Plan;
 
 use crate::commands::launch::free_port;
 use crate::commands::rank::{Said, Summary};
@@ -90,23 +90,45 @@ impl fmt::Display for RunFailed {
     }
 }
 
+/// What is to be run, by one process per rank.
+pub struct Work<'a> {
+    /// How a rank is told what to read, `--plan` or `--step`, and what it reads.
+    pub flag: &'static str,
+    pub document: String,
+    pub cluster: &'a Cluster,
+    pub topology: &'a Topology,
+    pub ranks: Vec<Rank>,
+    pub predicted_s: f64,
+}
+
 /// Runs a plan that was predicted.
 pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progress) -> Result<Measured> {
+    let problem = &prediction.plan.problem;
+    let work = Work {
+        flag: "--plan",
+        document: prediction.document(),
+        cluster: &problem.cluster,
+        topology: &problem.topology,
+        ranks: problem.meshes_of_ranks().into_keys().collect(),
+        predicted_s: prediction.seconds(),
+    };
+    run_work(&work, options, progress)
+}
+
+/// Starts a process per rank, and gathers what they saw.
+pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> Result<Measured> {
     let signals = Signals::watch()?;
-    let plan = &prediction.plan;
-    let ranks: Vec<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
+    let ranks = &work.ranks;
     if ranks.len() > MAX_PROCESSES {
         bail!("{} ranks are too many for one machine\nhint: up to {MAX_PROCESSES}", ranks.len());
     }
     // Declared before the job: its processes end before their hosts and the plan's folder go.
     let folder =
         tempfile::Builder::new().prefix("crossmesh-run-").tempdir().context("no folder for the plan")?;
-    std::fs::write(folder.path().join("plan.json"), prediction.document())
-        .context("cannot write the plan")?;
-    let site = Site::of(plan, &ranks, options.emulate)?;
+    std::fs::write(folder.path().join("work.json"), &work.document).context("cannot write the plan")?;
+    let site = Site::of(work, options.emulate)?;
     let secret = Secret::generate()?;
-    let processes =
-        ranks.iter().map(|rank| process(prediction, options, &site, *rank, &secret, folder.path()));
+    let processes = ranks.iter().map(|rank| process(work, options, &site, *rank, &secret, folder.path()));
     let heard = Arc::new(Heard::default());
     let job = Job::start(processes.collect::<Result<_>>()?, listen(&heard, options.repeat), GRACE)?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
@@ -117,7 +139,7 @@ pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progre
     if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
         return Ok(measured(&summaries, options.repeat));
     }
-    save_flight(options, prediction, folder.path());
+    save_flight(options, work, folder.path());
     let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
     Err(RunFailed { outcome, said }.into())
 }
@@ -132,19 +154,19 @@ struct Site {
 }
 
 impl Site {
-    fn of(plan: &Plan, ranks: &[Rank], emulate: bool) -> Result<Self> {
-        let mut hosts: Vec<HostId> = ranks.iter().map(|rank| plan.problem.topology.host(*rank)).collect();
+    fn of(work: &Work<'_>, emulate: bool) -> Result<Self> {
+        let mut hosts: Vec<HostId> = work.ranks.iter().map(|rank| work.topology.host(*rank)).collect();
         hosts.sort_unstable();
         hosts.dedup();
         if !emulate {
             let (master_addr, master_port) = ("127.0.0.1".into(), free_port()?);
             return Ok(Self { hosts, emulation: None, master_addr, master_port });
         }
-        if !plan.problem.cluster.tiers.is_empty() {
+        if !work.cluster.tiers.is_empty() {
             bail!("tiers of switches cannot be emulated yet\nhint: describe a cluster without [[tier]]");
         }
         let rate = |host: &HostId| {
-            let host = &plan.problem.cluster.hosts[host.index()];
+            let host = &work.cluster.hosts[host.index()];
             NicRate { out_bytes_per_s: host.out_bytes_per_s(), in_bytes_per_s: host.in_bytes_per_s() }
         };
         let emulation = Emulation::up(&hosts.iter().map(rate).collect::<Vec<_>>())?;
@@ -155,14 +177,14 @@ impl Site {
 }
 
 fn process(
-    prediction: &Prediction,
+    work: &Work<'_>,
     options: &RunOptions,
     site: &Site,
     rank: Rank,
     secret: &Secret,
     folder: &std::path::Path,
 ) -> Result<Process> {
-    let topology = &prediction.plan.problem.topology;
+    let topology = work.topology;
     let host = topology.host(rank);
     let index = site.hosts.binary_search(&host).expect("every rank's host is listed");
     let place = Place {
@@ -177,8 +199,8 @@ fn process(
     let mut env = place.to_variables();
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     env.insert(HOST_VARIABLE.into(), host.to_string());
-    let deadline = options.deadline.unwrap_or_else(|| default_deadline(prediction.seconds()));
-    let mut args = vec!["rank".to_string(), "--plan".into(), folder.join("plan.json").display().to_string()];
+    let deadline = options.deadline.unwrap_or_else(|| default_deadline(work.predicted_s));
+    let mut args = vec!["rank".to_string(), work.flag.into(), folder.join("work.json").display().to_string()];
     let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);
     flag("--repeat", options.repeat.to_string());
     flag("--deadline-ms", deadline.as_millis().max(1).to_string());
@@ -239,14 +261,14 @@ fn measured(summaries: &[Summary], repeat: u32) -> Measured {
 }
 
 /// Puts the records of all ranks, and the plan, into one file.
-fn save_flight(options: &RunOptions, prediction: &Prediction, folder: &std::path::Path) {
+fn save_flight(options: &RunOptions, work: &Work<'_>, folder: &std::path::Path) {
     let Some(path) = &options.flight else { return };
     let read = |rank: u32| {
         let text = std::fs::read_to_string(folder.join(format!("{}.json", Rank(rank)))).ok()?;
         serde_json::from_str::<serde_json::Value>(&text).ok()
     };
-    let ranks = prediction.plan.problem.topology.num_ranks() as u32;
-    let plan: serde_json::Value = serde_json::from_str(&prediction.document()).unwrap_or_default();
+    let ranks = work.topology.num_ranks() as u32;
+    let plan: serde_json::Value = serde_json::from_str(&work.document).unwrap_or_default();
     let record = serde_json::json!({
         "schema": "crossmesh.flight/1",
         "plan": plan,

@@ -51,6 +51,29 @@ pub struct RankReport {
     pub started_ns: u64,
 }
 
+impl RankReport {
+    pub(crate) fn new(rank: Rank, check: bool) -> Self {
+        Self {
+            rank,
+            seconds: vec![],
+            bytes_sent: 0,
+            bytes_received: 0,
+            verified: check,
+            wrong: None,
+            ops: vec![],
+            started_ns: 0,
+        }
+    }
+
+    /// Takes down one more repetition.
+    pub(crate) fn note(&mut self, done: &JobReport) {
+        self.seconds.push(done.seconds);
+        self.bytes_sent = done.bytes_sent;
+        self.bytes_received = done.bytes_received;
+        self.ops = done.ops.iter().map(|span| (span.start_s, span.end_s)).collect();
+    }
+}
+
 /// Why a rank has nothing to report.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{error}")]
@@ -133,16 +156,7 @@ impl Run<'_> {
         times: u32,
         barrier: &mut Barrier<'_>,
     ) -> Result<RankReport, CommError> {
-        let mut report = RankReport {
-            rank: self.rank,
-            seconds: vec![],
-            bytes_sent: 0,
-            bytes_received: 0,
-            verified: self.check,
-            wrong: None,
-            ops: vec![],
-            started_ns: 0,
-        };
+        let mut report = RankReport::new(self.rank, self.check);
         for job in 0..times {
             let spec = JobSpec::new(job, self.plan, self.program, self.rank, self.buffers)?;
             pattern::poison_destinations(self.plan, self.buffers);
@@ -156,10 +170,7 @@ impl Run<'_> {
     }
 
     fn note(&self, report: &mut RankReport, done: JobReport) {
-        report.seconds.push(done.seconds);
-        report.bytes_sent = done.bytes_sent;
-        report.bytes_received = done.bytes_received;
-        report.ops = done.ops.iter().map(|span| (span.start_s, span.end_s)).collect();
+        report.note(&done);
         if self.check
             && let Some(wrong) = pattern::check_destinations(self.plan, self.buffers)
         {

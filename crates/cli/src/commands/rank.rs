@@ -21,19 +21,18 @@ use crossmesh_comm::deadline::{Deadline, Socket};
 use crossmesh_comm::engine::EngineOptions;
 use crossmesh_comm::environment::{Flags, Place, Variables, host_name, place, variables};
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, execute, peers_of};
+use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, peers_of};
 use crossmesh_comm::rendezvous::{
     Abort, Fault, Lobby, Log, Member, OnAbort, RendezvousError, Ticket, connect,
 };
 use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::{Plan, lower};
 use serde::{Deserialize, Serialize};
 
 use crate::Answer;
-use crate::input::{PlanFile, read_plan};
 use crate::output;
+use crate::task::Task;
 
 /// An aborted rank has this long to come to its own end, and write down where it stood.
 const LAST_WORDS: Duration = Duration::from_millis(700);
@@ -44,8 +43,11 @@ const BARRIER: Duration = Duration::from_secs(120);
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The plan document
-    #[arg(long, value_name = "FILE")]
-    plan: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "step")]
+    plan: Option<PathBuf>,
+    /// The document of a training step
+    #[arg(long, value_name = "FILE", conflicts_with = "plan")]
+    step: Option<PathBuf>,
     #[arg(long, default_value_t = 1)]
     repeat: u32,
     /// How long nothing may move
@@ -89,12 +91,12 @@ pub fn run(args: &Args) -> Result<Answer> {
     let variables = variables();
     let place = place(&Flags::default(), &variables)?;
     let secret = Secret::from_variables(&variables)?.context("no secret was given to this rank")?;
-    let PlanFile { plan, .. } = read_plan(&args.plan)?;
+    let task = Task::read(args.plan.as_deref(), args.step.as_deref())?;
     let arrive = Deadline::after(Duration::from_millis(args.arrive_ms));
-    let lobby = open_lobby(&plan, &place, &secret, arrive)?;
+    let lobby = open_lobby(&task, &place, &secret, arrive)?;
     let said = Arc::new(AtomicBool::new(false));
-    let (member, links) = meet(&plan, &place, &variables, &secret, arrive, &said)?;
-    let answer = match work(args, &plan, &place, member, links) {
+    let (member, links) = meet(&task, &place, &variables, &secret, arrive, &said)?;
+    let answer = match work(args, &task, &place, member, links) {
         Ok(answer) => answer,
         Err(abort) => {
             say_once(&said, &abort);
@@ -108,8 +110,8 @@ pub fn run(args: &Args) -> Result<Answer> {
 }
 
 /// The lobby is beside the first rank.
-fn open_lobby(plan: &Plan, place: &Place, secret: &Secret, arrive: Deadline) -> Result<Option<Lobby>> {
-    let roster: BTreeSet<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
+fn open_lobby(task: &Task, place: &Place, secret: &Secret, arrive: Deadline) -> Result<Option<Lobby>> {
+    let roster: BTreeSet<Rank> = task.ranks().into_iter().collect();
     if roster.first() != Some(&place.rank) {
         return Ok(None);
     }
@@ -123,7 +125,7 @@ fn log() -> Log {
 
 /// Joins, and connects with the ranks that the plan needs.
 fn meet(
-    plan: &Plan,
+    task: &Task,
     place: &Place,
     variables: &Variables,
     secret: &Secret,
@@ -134,7 +136,7 @@ fn meet(
     let master = (place.master_addr.as_str(), place.master_port);
     let ticket = Ticket { master, rank: place.rank, host: &host, secret, deadline };
     let (member, doors) = Member::join(&ticket, leave_soon(said.clone()))?;
-    let peers: BTreeSet<Rank> = peers_of(&lower(plan), place.rank).into_iter().collect();
+    let peers: BTreeSet<Rank> = peers_of(task.program(), place.rank).into_iter().collect();
     let sockets = connect(&member.me, &member.table, &peers, doors, secret, deadline, &log())?;
     let link = |(peer, socket)| -> Result<(Rank, Box<dyn Link>)> {
         let link = match socket {
@@ -161,8 +163,8 @@ fn say_once(said: &AtomicBool, abort: &Abort) {
     }
 }
 
-/// Moves the tensors; an error is what the job agreed on.
-fn work(args: &Args, plan: &Plan, place: &Place, mut member: Member, links: Links) -> Result<Answer, Abort> {
+/// Does the rank's part; an error is what the job agreed on.
+fn work(args: &Args, task: &Task, place: &Place, mut member: Member, links: Links) -> Result<Answer, Abort> {
     let hosts = (0..place.world).map(|r| member.table.get(&Rank(r)).map_or("?".into(), |e| e.host.clone()));
     let engine = EngineOptions { deadline_ms: args.deadline_ms, hosts: hosts.collect() };
     let options = ExecuteOptions { engine, repeat: args.repeat, ..ExecuteOptions::default() };
@@ -176,7 +178,7 @@ fn work(args: &Args, plan: &Plan, place: &Place, mut member: Member, links: Link
         }
         Ok(())
     };
-    match execute(plan, place.rank, links, &options, &mut barrier) {
+    match task.execute(place.rank, links, &options, &mut barrier) {
         Ok(report) => {
             let verified = report.verified;
             say(&Said::Report(summary(report, started_ns)));

@@ -175,7 +175,11 @@ impl Engine {
     pub fn set_device(&mut self, device: Box<dyn Device>) -> Result<(), CommError> {
         let data = epoll::EventData::new_u64(DEVICE);
         let added = epoll::add(&self.poller, device.fd(), data, epoll::EventFlags::IN);
-        added.map_err(|e| CommError::System { me: self.me, what: "watch its device", cause: e.to_string() })?;
+        added.map_err(|e| CommError::System {
+            me: self.me,
+            what: "watch its device",
+            cause: e.to_string(),
+        })?;
         self.device = Some(device);
         Ok(())
     }

@@ -36,7 +36,9 @@ pub enum SimError {
         "nothing moves after {now_s} s: {left} messages wait, the first from {src} to {dst}\nhint: verify the plan first"
     )]
     Stuck { now_s: f64, left: usize, src: Rank, dst: Rank },
-    #[error("nothing happens after {now_s} s, and {left} copies or computations wait for each other\nhint: verify the program first")]
+    #[error(
+        "nothing happens after {now_s} s, and {left} copies or computations wait for each other\nhint: verify the program first"
+    )]
     Idle { now_s: f64, left: usize },
     #[error("the simulation does not come to an end: {events} events for {messages} messages, at {now_s} s")]
     Endless { events: u64, messages: usize, now_s: f64 },

@@ -9,8 +9,8 @@
 
 use std::collections::BTreeMap;
 
-use super::error::StepError;
 use super::blocking::{Item, blocking_order};
+use super::error::StepError;
 use super::order::runnable_order;
 use super::{Crossing, Direction, Step};
 use crate::id::{DeviceId, MicrobatchId, Rank, RegionId, StageId};
@@ -209,6 +209,12 @@ struct Ends {
     all: Vec<u32>,
 }
 
+/// Staging buffers of a crossing on a rank: the first of them, and the ops that used them last.
+struct Staging {
+    first: u32,
+    users: Vec<u32>,
+}
+
 struct Builder<'a> {
     step: &'a Step,
     lowered: &'a [[Program; 2]],
@@ -229,7 +235,7 @@ struct Builder<'a> {
     next_tag: u32,
     next_lane: Vec<[u32; 2]>,
     /// Where a crossing's staging buffers are on a rank, for each turn.
-    staging: BTreeMap<(u32, Direction, Rank, u32), (u32, Vec<u32>)>,
+    staging: BTreeMap<(u32, Direction, Rank, u32), Staging>,
 }
 
 impl<'a> Builder<'a> {
@@ -389,13 +395,7 @@ impl<'a> Builder<'a> {
         let count = self.produced[crossing][direction as usize].len() as u32;
         let id = self.instances.len() as u32;
         let buffer = count % self.buffers[crossing][direction as usize];
-        let mut instance = Instance {
-            crossing: crossing as u32,
-            direction,
-            microbatch,
-            buffer,
-            ops: vec![],
-        };
+        let mut instance = Instance { crossing: crossing as u32, direction, microbatch, buffer, ops: vec![] };
         let mut ends = BTreeMap::new();
         for (rank, ranked) in (0..).map(Rank).zip(&plan.ranks).filter(|(_, r)| !r.ops.is_empty()) {
             let first = self.ranks[rank.index()].ops.len() as u32;
@@ -428,18 +428,18 @@ impl<'a> Builder<'a> {
         let lane = self.next_lane[crossing][direction as usize];
         let turn = count % STAGING_TURNS;
         let key = (crossing as u32, direction, rank, turn);
-        let (stage_base, last_users) = self.staging.remove(&key).unwrap_or_else(|| {
-            let stages = &mut self.ranks[rank.index()].stages;
-            stages.extend(&ranked.stages);
-            (stages.len() as u32 - ranked.stages.len() as u32, vec![])
-        });
+        let Staging { first: stage_base, users: last_users } =
+            self.staging.remove(&key).unwrap_or_else(|| {
+                let stages = &mut self.ranks[rank.index()].stages;
+                stages.extend(&ranked.stages);
+                Staging { first: stages.len() as u32 - ranked.stages.len() as u32, users: vec![] }
+            });
         let made = self.made_by(crossing, direction, microbatch, rank);
         let before = std::mem::take(&mut self.ranks[rank.index()].before);
         let mut ends = Ends::default();
         let mut staged = vec![];
         for op in &ranked.ops {
-            let mut deps: Vec<Dep> =
-                ranked.deps(op).iter().map(|d| Dep { op: d.op + base, ..*d }).collect();
+            let mut deps: Vec<Dep> = ranked.deps(op).iter().map(|d| Dep { op: d.op + base, ..*d }).collect();
             let (from, into) = buffers_of(op);
             let moves = op.bytes > 0;
             if from == Some(Buffer::Src) && moves {
@@ -471,7 +471,7 @@ impl<'a> Builder<'a> {
             let kind = shift(op.kind, self.next_tag, lane, stage_base);
             self.ranks[rank.index()].push(kind, instance, op.region, op.bytes, deps);
         }
-        self.staging.insert(key, (stage_base, staged));
+        self.staging.insert(key, Staging { first: stage_base, users: staged });
         self.ranks[rank.index()].before = ends.all.clone();
         ends
     }

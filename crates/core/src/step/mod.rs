@@ -15,6 +15,7 @@
 //! Every edge has a number of buffers, used in turn; a buffer is filled again when its last reader is done.
 
 mod blocking;
+pub mod doc;
 mod error;
 mod lower;
 mod order;
