@@ -15,8 +15,10 @@ use crossmesh_core::id::{HostId, Rank};
 use crossmesh_core::reshard::Plan;
 
 use crate::commands::launch::free_port;
-use crate::commands::rank::{Said, Summary};
+use crate::commands::rank::Said;
+use crate::joined;
 use crate::output::Progress;
+use crate::part::Summary;
 use crate::predict::Prediction;
 
 /// More processes than this are a mistake on one machine.
@@ -37,6 +39,25 @@ pub struct RunOptions {
     pub arrive: Duration,
     /// Where to write, after a failure, how far every op of every rank was.
     pub flight: Option<std::path::PathBuf>,
+    /// Start processes here, even where this one is a rank of a job.
+    pub standalone: bool,
+    /// A job may have more ranks than the plan.
+    pub spare_ranks: bool,
+}
+
+impl RunOptions {
+    /// How long nothing may move, in milliseconds.
+    pub fn deadline_ms(&self, predicted_s: f64) -> u64 {
+        let deadline = self.deadline.unwrap_or_else(|| default_deadline(predicted_s));
+        (deadline.as_millis() as u64).max(1)
+    }
+}
+
+/// Who started the processes of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Started {
+    ByUs,
+    ByOthers { launcher: &'static str, hosts: usize },
 }
 
 /// What a run showed.
@@ -47,6 +68,7 @@ pub struct Measured {
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
     pub peak_rss_bytes: Option<u64>,
+    pub started: Started,
 }
 
 impl Measured {
@@ -90,8 +112,11 @@ impl fmt::Display for RunFailed {
     }
 }
 
-/// Runs a plan that was predicted.
+/// Runs a plan that was predicted: as a rank, where a launcher says that this process is one; else with processes of its own.
 pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progress) -> Result<Measured> {
+    if let Some(measured) = joined::run_plan(prediction, options, progress)? {
+        return Ok(measured);
+    }
     let signals = Signals::watch()?;
     let plan = &prediction.plan;
     let ranks: Vec<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
@@ -115,7 +140,7 @@ pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progre
     let summaries = std::mem::take(&mut *heard.summaries.lock().expect("no thread panics with it"));
     let wrong_answer = matches!(outcome, Outcome::Failed { status, .. } if status.code() == Some(1));
     if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
-        return Ok(measured(&summaries, options.repeat));
+        return Ok(combine(&summaries, options.repeat, Started::ByUs));
     }
     save_flight(options, prediction, folder.path());
     let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
@@ -177,11 +202,10 @@ fn process(
     let mut env = place.to_variables();
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     env.insert(HOST_VARIABLE.into(), host.to_string());
-    let deadline = options.deadline.unwrap_or_else(|| default_deadline(prediction.seconds()));
     let mut args = vec!["rank".to_string(), "--plan".into(), folder.join("plan.json").display().to_string()];
     let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);
     flag("--repeat", options.repeat.to_string());
-    flag("--deadline-ms", deadline.as_millis().max(1).to_string());
+    flag("--deadline-ms", options.deadline_ms(prediction.seconds()).to_string());
     flag("--arrive-ms", options.arrive.as_millis().to_string());
     flag("--flight", folder.display().to_string());
     Ok(Process {
@@ -220,12 +244,15 @@ fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
     })
 }
 
-/// All ranks of a run share the machine's clock.
-fn measured(summaries: &[Summary], repeat: u32) -> Measured {
+/// Puts together what the ranks saw. Those of one machine share its clock; ranks of several are taken to have started
+/// together, when the barrier opened.
+pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured {
+    let one_clock = summaries.windows(2).all(|pair| pair[0].machine == pair[1].machine);
     let span = |run: usize| {
-        let start = summaries.iter().map(|s| s.started_ns[run]).min().unwrap_or(0);
-        let end = |s: &Summary| (s.started_ns[run] - start) as f64 / 1e9 + s.seconds[run];
-        summaries.iter().map(end).fold(0.0, f64::max)
+        let took_part = || summaries.iter().filter(|s| run < s.seconds.len());
+        let start = took_part().map(|s| s.started_ns[run]).min().unwrap_or(0);
+        let late_s = |s: &Summary| if one_clock { (s.started_ns[run] - start) as f64 / 1e9 } else { 0.0 };
+        took_part().map(|s| late_s(s) + s.seconds[run]).fold(0.0, f64::max)
     };
     Measured {
         seconds: (0..repeat as usize).map(span).collect(),
@@ -235,6 +262,7 @@ fn measured(summaries: &[Summary], repeat: u32) -> Measured {
             .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
             .collect(),
         peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
+        started,
     }
 }
 

@@ -133,7 +133,11 @@ pub fn place(flags: &Flags, variables: &Variables) -> Result<Place, EnvironmentE
         number(launcher.local_rank, variables)?.unwrap_or(rank % local_world.unwrap_or(world).max(1));
     let all_here = local_world == Some(world) || (launcher.name == "Slurm" && meeting::one_node(variables));
     let (master_addr, master_port) = meeting::master(flags, variables, launcher.name, all_here)?;
-    let launcher = if told.is_some() { launcher.name } else { "flags" };
+    let launcher = match (told, variables.contains_key(LAUNCHER_VARIABLE)) {
+        (None, _) => "flags",
+        (Some(launcher), true) if launcher.name == "torchrun" => "crossmesh launch",
+        (Some(launcher), _) => launcher.name,
+    };
     Ok(Place { rank: Rank(rank), world, local_rank, local_world, master_addr, master_port, launcher })
 }
 
@@ -185,6 +189,9 @@ impl Place {
 /// The name of the variable that says which host a process is on, where that is not the machine's own name: emulated
 /// hosts share one.
 pub const HOST_VARIABLE: &str = "CROSSMESH_HOST";
+
+/// The name of the variable by which our own launcher is told from torchrun, whose other variables it sets.
+pub const LAUNCHER_VARIABLE: &str = "CROSSMESH_LAUNCHER";
 
 /// Ranks with the same answer share memory.
 pub fn host_name(variables: &Variables) -> String {

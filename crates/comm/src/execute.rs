@@ -51,6 +51,22 @@ pub struct RankReport {
     pub started_ns: u64,
 }
 
+impl RankReport {
+    /// Of a rank that has nothing to do.
+    pub fn idle(rank: Rank) -> Self {
+        Self {
+            rank,
+            seconds: vec![],
+            bytes_sent: 0,
+            bytes_received: 0,
+            verified: true,
+            wrong: None,
+            ops: vec![],
+            started_ns: 0,
+        }
+    }
+}
+
 /// Why a rank has nothing to report.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{error}")]
@@ -133,16 +149,7 @@ impl Run<'_> {
         times: u32,
         barrier: &mut Barrier<'_>,
     ) -> Result<RankReport, CommError> {
-        let mut report = RankReport {
-            rank: self.rank,
-            seconds: vec![],
-            bytes_sent: 0,
-            bytes_received: 0,
-            verified: self.check,
-            wrong: None,
-            ops: vec![],
-            started_ns: 0,
-        };
+        let mut report = RankReport { verified: self.check, ..RankReport::idle(self.rank) };
         for job in 0..times {
             let spec = JobSpec::new(job, self.plan, self.program, self.rank, self.buffers)?;
             pattern::poison_destinations(self.plan, self.buffers);

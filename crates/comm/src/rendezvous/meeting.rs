@@ -18,7 +18,7 @@ use crate::transport::stream::StreamLink;
 pub type Links = Vec<(Rank, Box<dyn Link>)>;
 
 /// The ranks of a job, come together.
-pub trait Meeting {
+pub trait Meeting: Send {
     /// By rank.
     fn hosts(&self) -> &[String];
 

@@ -35,9 +35,15 @@ pub enum ToLobby {
 #[serde(rename_all = "snake_case")]
 pub enum ToRank {
     Table(Vec<Entry>),
-    Go { round: u64 },
+    Go {
+        round: u64,
+    },
     /// To the first rank: what another has to tell.
-    Told { round: u64, rank: Rank, text: String },
+    Told {
+        round: u64,
+        rank: Rank,
+        text: String,
+    },
     Abort(Abort),
 }
 
