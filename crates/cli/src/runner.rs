@@ -15,9 +15,12 @@ use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
 
 use crate::commands::launch::free_port;
-use crate::commands::rank::{Said, Summary};
+use crate::commands::rank::Said;
+use crate::joined;
 use crate::output::Progress;
+use crate::part::Summary;
 use crate::predict::Prediction;
+use crate::task::Task;
 
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 512;
@@ -37,6 +40,25 @@ pub struct RunOptions {
     pub arrive: Duration,
     /// Where to write, after a failure, how far every op of every rank was.
     pub flight: Option<std::path::PathBuf>,
+    /// Start processes here, even where this one is a rank of a job.
+    pub standalone: bool,
+    /// A job may have more ranks than the plan.
+    pub spare_ranks: bool,
+}
+
+impl RunOptions {
+    /// How long nothing may move, in milliseconds.
+    pub fn deadline_ms(&self, predicted_s: f64) -> u64 {
+        let deadline = self.deadline.unwrap_or_else(|| default_deadline(predicted_s));
+        (deadline.as_millis() as u64).max(1)
+    }
+}
+
+/// Who started the processes of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Started {
+    ByUs,
+    ByOthers { launcher: &'static str, hosts: usize },
 }
 
 /// What a run showed.
@@ -47,6 +69,7 @@ pub struct Measured {
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
     pub peak_rss_bytes: Option<u64>,
+    pub started: Started,
 }
 
 impl Measured {
@@ -92,12 +115,11 @@ impl fmt::Display for RunFailed {
 
 /// What is to be run, by one process per rank.
 pub struct Work<'a> {
-    /// How a rank is told what to read, `--plan` or `--step`, and what it reads.
-    pub flag: &'static str,
+    pub task: &'a Task<'a>,
+    /// What the task is made from, by every rank for itself.
     pub document: String,
     pub cluster: &'a Cluster,
     pub topology: &'a Topology,
-    pub ranks: Vec<Rank>,
     pub predicted_s: f64,
 }
 
@@ -105,20 +127,22 @@ pub struct Work<'a> {
 pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progress) -> Result<Measured> {
     let problem = &prediction.plan.problem;
     let work = Work {
-        flag: "--plan",
+        task: &Task::of_plan(&prediction.plan),
         document: prediction.document(),
         cluster: &problem.cluster,
         topology: &problem.topology,
-        ranks: problem.meshes_of_ranks().into_keys().collect(),
         predicted_s: prediction.seconds(),
     };
     run_work(&work, options, progress)
 }
 
-/// Starts a process per rank, and gathers what they saw.
+/// Runs a plan or a step: as a rank, where a launcher says that this process is one; else with processes of its own.
 pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> Result<Measured> {
+    if let Some(measured) = joined::run_work(work, options, progress)? {
+        return Ok(measured);
+    }
     let signals = Signals::watch()?;
-    let ranks = &work.ranks;
+    let ranks = work.task.ranks();
     if ranks.len() > MAX_PROCESSES {
         bail!("{} ranks are too many for one machine\nhint: up to {MAX_PROCESSES}", ranks.len());
     }
@@ -126,7 +150,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let folder =
         tempfile::Builder::new().prefix("crossmesh-run-").tempdir().context("no folder for the plan")?;
     std::fs::write(folder.path().join("work.json"), &work.document).context("cannot write the plan")?;
-    let site = Site::of(work, options.emulate)?;
+    let site = Site::of(work, &ranks, options.emulate)?;
     let secret = Secret::generate()?;
     let processes = ranks.iter().map(|rank| process(work, options, &site, *rank, &secret, folder.path()));
     let heard = Arc::new(Heard::default());
@@ -137,7 +161,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let summaries = std::mem::take(&mut *heard.summaries.lock().expect("no thread panics with it"));
     let wrong_answer = matches!(outcome, Outcome::Failed { status, .. } if status.code() == Some(1));
     if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
-        return Ok(measured(&summaries, options.repeat));
+        return Ok(combine(&summaries, options.repeat, Started::ByUs));
     }
     save_flight(options, work, folder.path());
     let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
@@ -154,8 +178,8 @@ struct Site {
 }
 
 impl Site {
-    fn of(work: &Work<'_>, emulate: bool) -> Result<Self> {
-        let mut hosts: Vec<HostId> = work.ranks.iter().map(|rank| work.topology.host(*rank)).collect();
+    fn of(work: &Work<'_>, ranks: &[Rank], emulate: bool) -> Result<Self> {
+        let mut hosts: Vec<HostId> = ranks.iter().map(|rank| work.topology.host(*rank)).collect();
         hosts.sort_unstable();
         hosts.dedup();
         if !emulate {
@@ -199,11 +223,11 @@ fn process(
     let mut env = place.to_variables();
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     env.insert(HOST_VARIABLE.into(), host.to_string());
-    let deadline = options.deadline.unwrap_or_else(|| default_deadline(work.predicted_s));
-    let mut args = vec!["rank".to_string(), work.flag.into(), folder.join("work.json").display().to_string()];
+    let document = folder.join("work.json").display().to_string();
+    let mut args = vec!["rank".to_string(), work.task.flag().into(), document];
     let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);
     flag("--repeat", options.repeat.to_string());
-    flag("--deadline-ms", deadline.as_millis().max(1).to_string());
+    flag("--deadline-ms", options.deadline_ms(work.predicted_s).to_string());
     flag("--arrive-ms", options.arrive.as_millis().to_string());
     flag("--flight", folder.display().to_string());
     Ok(Process {
@@ -242,12 +266,15 @@ fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
     })
 }
 
-/// All ranks of a run share the machine's clock.
-fn measured(summaries: &[Summary], repeat: u32) -> Measured {
+/// Puts together what the ranks saw. Those of one machine share its clock; ranks of several are taken to have started
+/// together, when the barrier opened.
+pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured {
+    let one_clock = summaries.windows(2).all(|pair| pair[0].machine == pair[1].machine);
     let span = |run: usize| {
-        let start = summaries.iter().map(|s| s.started_ns[run]).min().unwrap_or(0);
-        let end = |s: &Summary| (s.started_ns[run] - start) as f64 / 1e9 + s.seconds[run];
-        summaries.iter().map(end).fold(0.0, f64::max)
+        let took_part = || summaries.iter().filter(|s| run < s.seconds.len());
+        let start = took_part().map(|s| s.started_ns[run]).min().unwrap_or(0);
+        let late_s = |s: &Summary| if one_clock { (s.started_ns[run] - start) as f64 / 1e9 } else { 0.0 };
+        took_part().map(|s| late_s(s) + s.seconds[run]).fold(0.0, f64::max)
     };
     Measured {
         seconds: (0..repeat as usize).map(span).collect(),
@@ -257,6 +284,7 @@ fn measured(summaries: &[Summary], repeat: u32) -> Measured {
             .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
             .collect(),
         peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
+        started,
     }
 }
 

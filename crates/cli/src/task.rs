@@ -1,5 +1,6 @@
 //! What a rank of a run is there for: a plan, or a training step.
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
@@ -17,18 +18,27 @@ use crossmesh_core::step::{Step, StepProgram, lower_step};
 use crate::input::{PlanFile, read_plan};
 
 /// See the module.
-pub enum Task {
-    Plan { plan: Box<Plan>, program: Program },
-    Step { step: Box<Step>, lowered: Box<StepProgram> },
+#[expect(clippy::large_enum_variant, reason = "a process has one of it")]
+pub enum Task<'a> {
+    Plan { plan: Cow<'a, Plan>, program: Program },
+    Step { step: Cow<'a, Step>, lowered: Cow<'a, StepProgram> },
 }
 
-impl Task {
+impl<'a> Task<'a> {
+    pub fn of_plan(plan: &'a Plan) -> Self {
+        Task::Plan { program: lower(plan), plan: Cow::Borrowed(plan) }
+    }
+
+    pub fn of_step(step: &'a Step, lowered: &'a StepProgram) -> Self {
+        Task::Step { step: Cow::Borrowed(step), lowered: Cow::Borrowed(lowered) }
+    }
+
     /// Reads the one document that is given.
     pub fn read(plan: Option<&Path>, step: Option<&Path>) -> Result<Self> {
         match (plan, step) {
             (Some(path), None) => {
                 let PlanFile { plan, .. } = read_plan(path)?;
-                Ok(Task::Plan { program: lower(&plan), plan: Box::new(plan) })
+                Ok(Task::Plan { program: lower(&plan), plan: Cow::Owned(plan) })
             }
             (None, Some(path)) => {
                 let text = std::fs::read_to_string(path)
@@ -36,14 +46,22 @@ impl Task {
                 let doc: StepDoc = serde_json::from_str(&text)
                     .with_context(|| format!("{} is not a step", path.display()))?;
                 let step = doc.to_step()?;
-                let lowered = Box::new(lower_step(&step)?);
-                Ok(Task::Step { step: Box::new(step), lowered })
+                let lowered = lower_step(&step)?;
+                Ok(Task::Step { step: Cow::Owned(step), lowered: Cow::Owned(lowered) })
             }
             _ => bail!("a rank runs either a plan or a step"),
         }
     }
 
-    /// The ranks that take part.
+    /// How a rank is told which kind of document to read.
+    pub fn flag(&self) -> &'static str {
+        match self {
+            Task::Plan { .. } => "--plan",
+            Task::Step { .. } => "--step",
+        }
+    }
+
+    /// The ranks that take part, in order.
     pub fn ranks(&self) -> Vec<Rank> {
         match self {
             Task::Plan { plan, .. } => plan.problem.meshes_of_ranks().into_keys().collect(),

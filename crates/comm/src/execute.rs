@@ -52,25 +52,26 @@ pub struct RankReport {
 }
 
 impl RankReport {
-    pub(crate) fn new(rank: Rank, check: bool) -> Self {
-        Self {
-            rank,
-            seconds: vec![],
-            bytes_sent: 0,
-            bytes_received: 0,
-            verified: check,
-            wrong: None,
-            ops: vec![],
-            started_ns: 0,
-        }
-    }
-
     /// Takes down one more repetition.
     pub(crate) fn note(&mut self, done: &JobReport) {
         self.seconds.push(done.seconds);
         self.bytes_sent = done.bytes_sent;
         self.bytes_received = done.bytes_received;
         self.ops = done.ops.iter().map(|span| (span.start_s, span.end_s)).collect();
+    }
+
+    /// Of a rank that has nothing to do.
+    pub fn idle(rank: Rank) -> Self {
+        Self {
+            rank,
+            seconds: vec![],
+            bytes_sent: 0,
+            bytes_received: 0,
+            verified: true,
+            wrong: None,
+            ops: vec![],
+            started_ns: 0,
+        }
     }
 }
 
@@ -156,7 +157,7 @@ impl Run<'_> {
         times: u32,
         barrier: &mut Barrier<'_>,
     ) -> Result<RankReport, CommError> {
-        let mut report = RankReport::new(self.rank, self.check);
+        let mut report = RankReport { verified: self.check, ..RankReport::idle(self.rank) };
         for job in 0..times {
             let spec = JobSpec::new(job, self.plan, self.program, self.rank, self.buffers)?;
             pattern::poison_destinations(self.plan, self.buffers);

@@ -111,7 +111,7 @@ fn repeat(
     options: &ExecuteOptions,
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, CommError> {
-    let mut report = RankReport::new(rank, options.check);
+    let mut report = RankReport { verified: options.check, ..RankReport::idle(rank) };
     let (places, tensors) = (places(lowered, rank, lanes), tensors(step, lowered));
     for run in 0..options.repeat {
         for lane in lanes.iter().flatten() {
