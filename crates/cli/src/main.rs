@@ -13,8 +13,10 @@ use clap::{CommandFactory, Parser, Subcommand};
 mod chrome;
 mod commands;
 mod input;
+mod joined;
 mod links;
 mod output;
+mod part;
 mod predict;
 mod records;
 #[cfg(test)]
@@ -23,6 +25,7 @@ mod report;
 mod runner;
 mod suite;
 mod summary;
+mod task;
 mod trace_doc;
 
 /// What a command found out.
@@ -76,6 +79,7 @@ fn main() -> ExitCode {
         Command::Launch(args) => commands::launch::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),
     };
+    joined::leave(answer.is_ok());
     match answer {
         Ok(Answer::Yes) => ExitCode::SUCCESS,
         Ok(Answer::No) => ExitCode::from(1),

@@ -100,5 +100,6 @@ pub fn describe(kind: &OpKind) -> String {
         OpKind::Send { to, tag, .. } => format!("send t{tag} to {to}"),
         OpKind::Recv { from, tag, .. } => format!("receive t{tag} from {from}"),
         OpKind::Copy { .. } => "copy".into(),
+        OpKind::Compute { pass, .. } => format!("compute pass {pass}"),
     }
 }

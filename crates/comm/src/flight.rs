@@ -8,9 +8,10 @@
 //! `docs/flight-format.md` has the fields; `crossmesh explain --flight` replays it in the simulator.
 
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::doc::PlanDoc;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
+use crate::clock::Moment;
 use crate::engine::Job;
 use crate::error::CommError;
 use crate::rendezvous::Abort;
@@ -23,8 +24,11 @@ const KEPT: usize = 256;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Flight {
     pub schema: String,
-    /// What ran, complete.
-    pub plan: PlanDoc,
+    /// What ran, complete: a plan, or a step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plan: Option<Value>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step: Option<Value>,
     /// What the ranks agreed on; nothing where all went well.
     pub verdict: Option<Abort>,
     pub processes: Vec<ProcessRecord>,
@@ -48,12 +52,9 @@ pub struct FlightRecord {
     /// Whom this rank blames, and in which words; nothing where all went well.
     pub culprit: Option<Rank>,
     pub error: Option<String>,
-    /// When its run started, by the clock of the first rank, and by how much that may be wrong. Missing where the clocks
-    /// were not compared.
+    /// When its run started; missing where it had not.
     #[serde(default)]
-    pub started_ns: Option<u64>,
-    #[serde(default)]
-    pub clock_error_ns: Option<u64>,
+    pub started: Option<Moment>,
     /// The wait that began first, of those that have not ended.
     #[serde(default)]
     pub waits_for: Option<Wait>,
@@ -138,8 +139,7 @@ impl FlightRecord {
             rank,
             culprit: error.and_then(CommError::culprit),
             error: error.map(CommError::to_string),
-            started_ns: None,
-            clock_error_ns: None,
+            started: None,
             waits_for: None,
             peers: vec![],
             jobs: vec![],

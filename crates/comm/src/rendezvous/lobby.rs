@@ -14,7 +14,7 @@ use crossmesh_core::id::Rank;
 
 use super::blame::Evidence;
 use super::doors::{Accepted, accept_until};
-use super::message::{MAX_REPORT_BYTES, ToLobby, ToRank, receive, send};
+use super::message::{MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, ToLobby, ToRank, receive, send};
 use super::pulse::{HUSHED_NS, PING_NS, Pulse, RoundTrip};
 use super::{Abort, Entry, Log, RankNames, RendezvousError};
 use crate::auth::{self, AuthError, Claim, Refusal, Role, Secret};
@@ -154,7 +154,7 @@ fn serve_connection(mut link: Socket, shared: &Shared, events: &Sender<Event>) {
     let Ok(writer) = link.try_clone() else { return };
     let mut going_on = events.send(Event::Arrived(entry, writer)).is_ok();
     while going_on {
-        going_on = match receive(&mut link, MAX_REPORT_BYTES, Deadline::after(QUIET)) {
+        going_on = match receive(&mut link, MAX_MESSAGE_BYTES, Deadline::after(QUIET)) {
             Ok(message) => events.send(Event::Said(rank, message, Monotonic.now_ns())).is_ok(),
             Err(why) => {
                 let _ = events.send(Event::Lost(rank, why));
@@ -341,6 +341,7 @@ impl Desk {
                     self.go(round);
                 }
             }
+            ToLobby::Tell { round, text } => self.tell_first(&ToRank::Told { round, rank, text }),
             ToLobby::Fault(fault) => self.evidence.add(rank, fault),
             ToLobby::Pong { sent_ns, there_ns, answered_ns } => {
                 if self.pulse.answered(rank, RoundTrip { sent_ns, there_ns, answered_ns, back_ns }) {
@@ -393,6 +394,15 @@ impl Desk {
             text += &format!("; somebody who claimed to be {rank} was turned away: {why}");
         }
         Some((first, text))
+    }
+
+    fn tell_first(&mut self, message: &ToRank) {
+        if let Some((rank, (_, link))) = self.members.iter_mut().next()
+            && let Err(why) = send(link, message, Deadline::after(SEND))
+            && self.gone.insert(*rank)
+        {
+            self.evidence.lost.insert(*rank, how_lost(&why));
+        }
     }
 
     /// The first rank last: the lobby lives in its process, and may end with it.

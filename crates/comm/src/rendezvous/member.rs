@@ -14,9 +14,9 @@ use super::doors::Doors;
 use super::lobby::without_delay;
 use super::message::{MAX_MESSAGE_BYTES, ToLobby, ToRank, receive, send};
 use super::pulse::{HUSHED_NS, PING_NS};
-use super::{Abort, ClockOffset, Entry, Fault, RendezvousError};
+use super::{Abort, Entry, Fault, RendezvousError};
 use crate::auth::{self, AuthError, Claim, Role, Secret};
-use crate::clock::{Clock, Monotonic};
+use crate::clock::{Clock, ClockOffset, Monotonic};
 use crate::deadline::{Deadline, Socket, StreamError};
 
 /// The lobby may open a moment after we knock.
@@ -82,6 +82,7 @@ struct Shared {
 /// What the thread that reads passes on.
 enum Heard {
     Go(u64, Option<ClockOffset>),
+    Told { round: u64, rank: Rank, text: String },
     Abort(Abort, Word),
 }
 
@@ -117,26 +118,54 @@ impl Member {
     pub fn barrier(&mut self, deadline: Deadline) -> Result<(), RendezvousError> {
         self.round += 1;
         tell(&self.link, &ToLobby::Ready { round: self.round }, deadline)?;
-        let timed_out = || RendezvousError::BarrierTimedOut(deadline.allowed_s());
         loop {
-            match self.inbox.recv_timeout(deadline.left().ok_or_else(timed_out)?) {
-                Ok(Heard::Go(round, clock)) if round == self.round => {
-                    self.clock = clock.or(self.clock);
-                    return Ok(());
-                }
-                Ok(Heard::Go(..)) => {}
-                Ok(Heard::Abort(abort, word)) => {
-                    self.aborted = Some((abort.clone(), word));
-                    return Err(RendezvousError::Aborted(abort));
-                }
-                Err(RecvTimeoutError::Timeout) => return Err(timed_out()),
-                Err(RecvTimeoutError::Disconnected) => return Err(StreamError::Closed.into()),
+            if let Heard::Go(round, clock) = self.hear(deadline)?
+                && round == self.round
+            {
+                self.clock = clock.or(self.clock);
+                return Ok(());
             }
         }
     }
 
+    /// Tells the first rank something; there, what everybody told, itself included. Others do not wait for it.
+    pub fn gather(
+        &mut self,
+        text: String,
+        deadline: Deadline,
+    ) -> Result<Option<BTreeMap<Rank, String>>, RendezvousError> {
+        self.round += 1;
+        tell(&self.link, &ToLobby::Tell { round: self.round, text }, deadline)?;
+        if self.table.keys().next() != Some(&self.me.rank) {
+            return Ok(None);
+        }
+        let mut told = BTreeMap::new();
+        while told.len() < self.table.len() {
+            if let Heard::Told { round, rank, text } = self.hear(deadline)?
+                && round == self.round
+            {
+                told.insert(rank, text);
+            }
+        }
+        Ok(Some(told))
+    }
+
+    /// What the lobby says next.
+    fn hear(&mut self, deadline: Deadline) -> Result<Heard, RendezvousError> {
+        let timed_out = || RendezvousError::BarrierTimedOut(deadline.allowed_s());
+        match self.inbox.recv_timeout(deadline.left().ok_or_else(timed_out)?) {
+            Ok(Heard::Abort(abort, word)) => {
+                self.aborted = Some((abort.clone(), word));
+                Err(RendezvousError::Aborted(abort))
+            }
+            Ok(heard) => Ok(heard),
+            Err(RecvTimeoutError::Timeout) => Err(timed_out()),
+            Err(RecvTimeoutError::Disconnected) => Err(StreamError::Closed.into()),
+        }
+    }
+
     /// Reports a fault, and waits for the lobby's word on who is to blame; without one, it is what we saw.
-    pub fn fail(self, fault: Fault) -> Abort {
+    pub fn fail(&mut self, fault: Fault) -> Abort {
         if let Some((abort, _)) = &self.aborted {
             return abort.clone();
         }
@@ -146,7 +175,7 @@ impl Member {
             match self.inbox.recv_timeout(left) {
                 Ok(Heard::Abort(abort, Word::Lobby)) => return abort,
                 Ok(Heard::Abort(abort, Word::Ours)) => return self.own_verdict(fault, Some(abort)),
-                Ok(Heard::Go(..)) => {}
+                Ok(_) => {}
                 Err(_) => break,
             }
         }
@@ -222,6 +251,7 @@ impl Reader {
             }
             let passed_on = match received {
                 Ok(ToRank::Go { round, clock }) => self.heard.send(Heard::Go(round, clock)),
+                Ok(ToRank::Told { round, rank, text }) => self.heard.send(Heard::Told { round, rank, text }),
                 Ok(ToRank::Ping { sent_ns }) => {
                     self.answer(sent_ns, there_ns);
                     Ok(())
@@ -269,7 +299,9 @@ fn wait_for_table(link: &mut Socket, deadline: Deadline) -> Result<BTreeMap<Rank
     match receive(link, MAX_MESSAGE_BYTES, deadline)? {
         ToRank::Table(table) => Ok(table.into_iter().map(|entry| (entry.rank, entry)).collect()),
         ToRank::Abort(abort) => Err(RendezvousError::Aborted(abort)),
-        ToRank::Go { .. } | ToRank::Ping { .. } => Err(RendezvousError::Unexpected { expected: "the table" }),
+        ToRank::Go { .. } | ToRank::Told { .. } | ToRank::Ping { .. } => {
+            Err(RendezvousError::Unexpected { expected: "the table" })
+        }
     }
 }
 

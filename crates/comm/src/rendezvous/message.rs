@@ -1,9 +1,11 @@
 //! What travels on a connection to the lobby: a length, then JSON of at most that many bytes.
 
+use crossmesh_core::id::Rank;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Abort, ClockOffset, Entry, Fault};
+use super::{Abort, Entry, Fault};
+use crate::clock::ClockOffset;
 use crate::deadline::{Deadline, Stream, StreamError, read_exact_by, write_all_by};
 
 /// A table of many thousand ranks fits; a stranger's idea of a length does not.
@@ -18,6 +20,11 @@ pub enum ToLobby {
     Report(Entry),
     Ready {
         round: u64,
+    },
+    /// What the first rank should know of this one.
+    Tell {
+        round: u64,
+        text: String,
     },
     Fault(Fault),
     /// The answer to a ping: when that was sent, by the lobby's clock, and when it came and was answered, by ours.
@@ -39,6 +46,12 @@ pub enum ToRank {
     Go {
         round: u64,
         clock: Option<ClockOffset>,
+    },
+    /// To the first rank: what another has to tell.
+    Told {
+        round: u64,
+        rank: Rank,
+        text: String,
     },
     /// To be answered at once.
     Ping {

@@ -16,7 +16,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crossmesh_core::id::Rank;
-use serde::{Deserialize, Serialize};
+
+use crate::clock::ClockOffset;
 
 /// Between two pings.
 pub const PING_NS: u64 = 200_000_000;
@@ -28,20 +29,6 @@ pub const HUSHED_NS: u64 = 3 * PING_NS;
 const AWAY_NS: u64 = 500_000_000;
 /// How fast two clocks drift apart: 50 µs a second, more than any oscillator that machines are sold with.
 const DRIFT: f64 = 50e-6;
-
-/// By how much a clock is ahead of the lobby's, and by how much that may be wrong.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct ClockOffset {
-    pub offset_ns: i64,
-    pub error_ns: u64,
-}
-
-impl ClockOffset {
-    /// What the lobby's clock says when this one says `ns`.
-    pub fn to_lobby(self, ns: u64) -> u64 {
-        ns.saturating_add_signed(-self.offset_ns)
-    }
-}
 
 /// A ping that came back: when it left, was received and answered there, and was received here.
 #[derive(Debug, Clone, Copy)]
@@ -168,7 +155,7 @@ mod tests {
             prop_assert!(found.offset_ns.abs_diff(truth) <= found.error_ns, "{found:?} for {truth}");
             // Twenty answers of a few milliseconds age little.
             prop_assert!(found.error_ns <= shortest + 10_000, "{found:?}, {shortest}");
-            prop_assert!(found.to_lobby(now.saturating_add_signed(truth)).abs_diff(now) <= found.error_ns);
+            prop_assert!(found.to_other(now.saturating_add_signed(truth)).abs_diff(now) <= found.error_ns);
         }
     }
 
