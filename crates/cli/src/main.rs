@@ -12,6 +12,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 mod chrome;
 mod commands;
+mod files;
 mod input;
 mod joined;
 mod links;
@@ -66,6 +67,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    crossmesh_comm::launch::survive_file_limits();
     let cli = Cli::parse();
     let answer = match cli.command {
         Command::Explain(args) => commands::explain::run(&args),

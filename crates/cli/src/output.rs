@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 
+use crate::files;
+
 /// What an answer looks like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum Format {
@@ -38,7 +40,9 @@ pub fn print(text: &str) -> Result<()> {
     }
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("cannot write to stdout"),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(files::with_hint(error)).context("cannot write to stdout")
+        }
         _ => Ok(()),
     }
 }
@@ -57,7 +61,7 @@ pub fn write_file(path: &Path, text: &str) -> Result<()> {
     if !answers() {
         return Ok(());
     }
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    files::write(path, text)
 }
 
 /// An error that was told already.

@@ -19,6 +19,7 @@ use crossmesh_comm::rendezvous::{
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
 
+use crate::files;
 use crate::output;
 use crate::task::Task;
 
@@ -148,7 +149,7 @@ impl Part<'_> {
 
 /// A record helps; that it cannot be written is said, and must not hide what went wrong.
 pub fn write_record(path: &Path, record: &impl Serialize) {
-    let written = output::to_json(record).and_then(|text| output::write_file(path, &text));
+    let written = output::to_json(record).and_then(|text| files::write(path, &text));
     if let Err(error) = written {
         let _ = writeln!(std::io::stderr(), "{error:#}");
     }

@@ -14,7 +14,8 @@ use crossmesh_core::trace::{OpSpan, Trace};
 use serde::de::DeserializeOwned;
 
 use crate::commands::rank::{flight_file, spans_file};
-use crate::part::{Summary, write_record};
+use crate::output;
+use crate::part::Summary;
 use crate::runner::Work;
 use crate::task::Task;
 use crate::trace_doc::describe;
@@ -68,7 +69,7 @@ impl Records<'_> {
         verdict: Option<&Abort>,
         ended: &BTreeMap<Rank, ExitStatus>,
         landed: &[Summary],
-    ) {
+    ) -> Result<()> {
         let process = |(rank, status): (&Rank, &ExitStatus)| ProcessRecord {
             rank: *rank,
             host: self.work.topology.host(*rank).to_string(),
@@ -90,7 +91,7 @@ impl Records<'_> {
             processes: ended.iter().map(process).collect(),
             ranks: self.work.task.ranks().into_iter().filter_map(of_rank).collect(),
         };
-        write_record(path, &flight);
+        output::write_file(path, &output::to_json(&flight)?)
     }
 
     /// The record of a rank that came to its end.

@@ -18,8 +18,9 @@ use crossmesh_core::id::{HostId, Rank};
 
 use crate::commands::launch::free_port;
 use crate::commands::rank::Said;
+use crate::files;
 use crate::joined;
-use crate::output::Progress;
+use crate::output::{self, Progress};
 use crate::part::Summary;
 use crate::predict::Prediction;
 use crate::records::{MeasuredTrace, Records, measured_trace};
@@ -175,9 +176,11 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
         bail!("{} ranks are too many for one machine\nhint: up to {MAX_PROCESSES}", ranks.len());
     }
     // Declared before the job: its processes end before their hosts and the plan's folder go.
+    let temp = std::env::temp_dir();
+    let no_folder = || format!("no folder for the plan in {} (TMPDIR says where)", temp.display());
     let folder =
-        tempfile::Builder::new().prefix("crossmesh-run-").tempdir().context("no folder for the plan")?;
-    std::fs::write(folder.path().join("work.json"), &work.document).context("cannot write the plan")?;
+        tempfile::Builder::new().prefix("crossmesh-run-").tempdir_in(&temp).with_context(no_folder)?;
+    files::write(&folder.path().join("work.json"), &work.document).with_context(no_folder)?;
     let site = Site::of(work, &ranks, options.emulate)?;
     let secret = Secret::generate()?;
     let processes = ranks.iter().map(|rank| process(work, options, &site, *rank, &secret, folder.path()));
@@ -192,7 +195,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
         let summaries = if options.records() { records.with_ops(summaries)? } else { summaries };
         if let Some(path) = &options.flight {
-            records.write_flight(path, None, &statuses, &summaries);
+            records.write_flight(path, None, &statuses, &summaries)?;
         }
         let trace = options.trace.then(|| measured_trace(work.task.program(), &summaries));
         return Ok(Measured { trace, ..combine(&summaries, options.repeat, Started::ByUs) });
@@ -200,7 +203,10 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
     let aborts = std::mem::take(&mut *heard.aborts.lock().expect("no thread panics with it"));
     if let Some(path) = &options.flight {
-        records.write_flight(path, agreed(&aborts), &statuses, &[]);
+        // How the run failed matters more.
+        if let Err(error) = records.write_flight(path, agreed(&aborts), &statuses, &[]) {
+            output::print_error(&error);
+        }
     }
     Err(RunFailed { outcome, said, aborts }.into())
 }

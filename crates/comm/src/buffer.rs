@@ -14,6 +14,7 @@ use crossmesh_core::id::{Rank, RegionId};
 use crossmesh_core::program::{Buffer, Op, OpKind, Program, RankProgram};
 use crossmesh_core::region::Region;
 use crossmesh_core::reshard::{Placed, Plan};
+use crossmesh_core::units::Bytes;
 
 use crate::memory::{Memory, Place};
 use crate::view::View;
@@ -72,7 +73,7 @@ impl RankBuffers {
         let stages = program.stages.iter().map(|bytes| take(*bytes)).collect();
         let memory = match sharing {
             Sharing::Private => Memory::private(next)?,
-            Sharing::Host => Memory::shared(next)?,
+            Sharing::Host => Memory::shared(next).map_err(|cause| cannot_share(next, &cause))?,
         };
         Ok(Self { memory: Arc::new(memory), src, dst, stages })
     }
@@ -126,6 +127,11 @@ impl RankBuffers {
             false => Err("its bytes are not those of its box"),
         }
     }
+}
+
+fn cannot_share(bytes: u64, cause: &io::Error) -> io::Error {
+    let hint = "its tensors and staging buffers lie there; run fewer ranks on the host, or raise its limits";
+    io::Error::new(cause.kind(), format!("no {} of shared memory: {cause}\nhint: {hint}", Bytes(bytes)))
 }
 
 /// The boxes that a rank holds under a layout.

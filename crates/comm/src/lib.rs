@@ -27,6 +27,7 @@ pub mod launch;
 pub mod memory;
 pub mod pattern;
 pub mod rendezvous;
+mod room;
 pub mod step;
 pub mod transport;
 pub mod view;

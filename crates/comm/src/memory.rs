@@ -14,10 +14,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, memfd_create,
+};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::combine::Combine;
+use crate::room::check_room;
 use crate::view::View;
 
 /// A mapping. Pages are zero until they are written.
@@ -50,11 +53,13 @@ impl Memory {
         Ok(Self { start: non_null(start), len, segment: None })
     }
 
-    /// A segment without a name, which vanishes with the last process that has it.
+    /// A segment without a name, which vanishes with the last process that has it. Its pages are there from the start:
+    /// one that could not be had later would end the process that touches it.
     pub fn shared(len: u64) -> io::Result<Self> {
         let len = mapped_len(len)?;
+        check_room(len as u64)?;
         let segment = memfd_create("crossmesh", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        ftruncate(&segment, len as u64)?;
+        fallocate(&segment, FallocateFlags::empty(), 0, len as u64)?;
         fcntl_add_seals(&segment, SealFlags::SHRINK | SealFlags::GROW)?;
         Self::map(segment, len, ProtFlags::READ | ProtFlags::WRITE)
     }

@@ -30,7 +30,7 @@ mod signals;
 
 pub use output::{Line, OnLine, Source};
 pub use remote::remote_command;
-pub use signals::Signals;
+pub use signals::{Signals, survive_file_limits};
 
 /// How often the launcher looks after its processes.
 const LOOK: Duration = Duration::from_millis(5);

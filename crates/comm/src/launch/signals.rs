@@ -1,9 +1,10 @@
-//! Signals to the launcher, noted down to be looked at: the launcher ends its processes before it ends itself.
+//! Signals to the launcher, noted down to be looked at: the launcher ends its processes before it ends itself. And one
+//! that is better an error: see [`survive_file_limits`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
 use signal_hook::low_level::{register, unregister};
 
 use super::LaunchError;
@@ -44,6 +45,15 @@ impl Signals {
     pub fn count(&self) -> usize {
         self.count.load(Ordering::SeqCst)
     }
+}
+
+/// A file, or a shared segment, that would be larger than the system allows (`ulimit -f`) is an error from now on. Without
+/// this it ends the process.
+pub fn survive_file_limits() {
+    #[expect(unsafe_code, reason = "signal handlers are")]
+    // SAFETY: the handler does nothing.
+    let registered = unsafe { register(SIGXFSZ, || {}) };
+    debug_assert!(registered.is_ok());
 }
 
 impl Drop for Signals {
