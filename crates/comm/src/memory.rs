@@ -66,7 +66,8 @@ impl Memory {
 
     /// A peer's segment, to read from. It has to be sealed: a segment that shrinks takes its readers down with it.
     pub fn of_peer(segment: OwnedFd) -> io::Result<Self> {
-        if !fcntl_get_seals(&segment)?.contains(SealFlags::SHRINK) {
+        // What has no seals at all is not even memory.
+        if !fcntl_get_seals(&segment).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the peer's segment may shrink"));
         }
         let len = usize::try_from(fstat(&segment)?.st_size).map_err(|_| io::ErrorKind::InvalidData)?;

@@ -8,6 +8,7 @@
 //! ```
 
 use std::collections::VecDeque;
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -106,7 +107,11 @@ impl Shm {
         if header.tag as usize != self.mapped.len() || header.tag >= MAX_SEGMENTS {
             return Err(unexpected(header, "segments are numbered in order").into());
         }
-        self.mapped.push(Arc::new(Memory::of_peer(descriptor)?));
+        let mapped = Memory::of_peer(descriptor).map_err(|error| match error.kind() {
+            ErrorKind::InvalidData => unexpected(header, "its segment is none, or may shrink").into(),
+            _ => LinkError::Io(error),
+        })?;
+        self.mapped.push(Arc::new(mapped));
         Ok(())
     }
 
