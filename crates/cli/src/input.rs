@@ -23,7 +23,7 @@ use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
 #[derive(Debug, clap::Args)]
 pub struct ProblemArgs {
     /// The layout the tensor has, such as `f32[8,6]@A{dp:2,tp:4}(tp,_)`; alone: a file of pairs
-    #[arg(value_name = "SRC", required_unless_present = "pairs")]
+    #[arg(value_name = "SRC")]
     pub src: Option<String>,
     /// The layout it should have
     #[arg(value_name = "DST")]

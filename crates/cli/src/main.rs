@@ -22,6 +22,7 @@ mod predict;
 mod records;
 #[cfg(test)]
 mod reference;
+mod replay;
 mod report;
 mod runner;
 mod suite;

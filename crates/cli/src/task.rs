@@ -29,21 +29,29 @@ impl<'a> Task<'a> {
         Task::Plan { program: lower(plan), plan: Cow::Borrowed(plan) }
     }
 
+    pub fn of_owned_plan(plan: Plan) -> Task<'static> {
+        Task::Plan { program: lower(&plan), plan: Cow::Owned(plan) }
+    }
+
+    /// The step that a document describes.
+    pub fn of_step_doc(text: &str) -> Result<Task<'static>> {
+        let doc: StepDoc = serde_json::from_str(text).context("not a step")?;
+        let step = doc.to_step()?;
+        let lowered = lower_step(&step)?;
+        Ok(Task::Step { step: Cow::Owned(step), lowered: Cow::Owned(lowered) })
+    }
+
     /// Reads the one document that is given.
     pub fn read(plan: Option<&Path>, step: Option<&Path>) -> Result<Self> {
         match (plan, step) {
             (Some(path), None) => {
                 let PlanFile { plan, .. } = read_plan(path)?;
-                Ok(Task::Plan { program: lower(&plan), plan: Cow::Owned(plan) })
+                Ok(Self::of_owned_plan(plan))
             }
             (None, Some(path)) => {
                 let text = std::fs::read_to_string(path)
                     .with_context(|| format!("cannot read the step {}", path.display()))?;
-                let doc: StepDoc = serde_json::from_str(&text)
-                    .with_context(|| format!("{} is not a step", path.display()))?;
-                let step = doc.to_step()?;
-                let lowered = lower_step(&step)?;
-                Ok(Task::Step { step: Cow::Owned(step), lowered: Cow::Owned(lowered) })
+                Self::of_step_doc(&text).with_context(|| path.display().to_string())
             }
             _ => bail!("a rank runs either a plan or a step"),
         }

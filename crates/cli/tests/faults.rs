@@ -18,7 +18,7 @@ use std::sync::Mutex;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use common::{Scratch, binary};
+use common::{Scratch, binary, ok};
 use crossmesh_testkit::machine::{
     alive, descendants, eventually, inside, namespaces_of, needs_root, shared_segments,
 };
@@ -39,6 +39,8 @@ struct Role {
     rank: u32,
     peer: u32,
     name: &'static str,
+    /// Whether others are in the middle of something with it when the fault comes; else its turn has not come.
+    busy: bool,
 }
 
 /// What runs where, and which ranks are worth a fault.
@@ -61,12 +63,12 @@ const CHAIN: Setting = Setting {
     hosts: &[0, 1, 2, 2, 3, 3, 4],
     relay: 2,
     roles: &[
-        Role { rank: 0, peer: 2, name: "rank 0, the rendezvous" },
-        Role { rank: 1, peer: 2, name: "source only" },
-        Role { rank: 2, peer: 3, name: "forwarder" },
-        Role { rank: 3, peer: 2, name: "reader by shm" },
-        Role { rank: 5, peer: 4, name: "end of the chain" },
-        Role { rank: 6, peer: 0, name: IDLE },
+        Role { rank: 0, peer: 2, name: "rank 0, the rendezvous", busy: false },
+        Role { rank: 1, peer: 2, name: "source only", busy: true },
+        Role { rank: 2, peer: 3, name: "forwarder", busy: true },
+        Role { rank: 3, peer: 2, name: "reader by shm", busy: true },
+        Role { rank: 5, peer: 4, name: "end of the chain", busy: true },
+        Role { rank: 6, peer: 0, name: IDLE, busy: false },
     ],
     faults: &[Fault::Kill, Fault::Stop, Fault::Cut, Fault::HalfClosed, Fault::Garbage],
 };
@@ -79,10 +81,10 @@ const GRID: Setting = Setting {
     hosts: &[0, 0, 1, 1, 2, 2],
     relay: 1,
     roles: &[
-        Role { rank: 0, peer: 2, name: "grid: rank 0" },
-        Role { rank: 1, peer: 3, name: "grid: source" },
-        Role { rank: 3, peer: 5, name: "grid: relay" },
-        Role { rank: 4, peer: 2, name: "grid: end" },
+        Role { rank: 0, peer: 2, name: "grid: rank 0", busy: true },
+        Role { rank: 1, peer: 3, name: "grid: source", busy: false },
+        Role { rank: 3, peer: 5, name: "grid: relay", busy: true },
+        Role { rank: 4, peer: 2, name: "grid: end", busy: true },
     ],
     faults: &[Fault::Kill, Fault::Stop],
 };
@@ -192,6 +194,9 @@ struct Ended {
     code: Option<i32>,
     stderr: Vec<String>,
     flight: Value,
+    /// What `explain --flight` makes of it, for people and for programs.
+    explained: String,
+    replay: Value,
 }
 
 #[expect(clippy::disallowed_methods, reason = "a test of real time")]
@@ -218,7 +223,10 @@ fn end_of(mut run: LongRun, case: Case) -> Ended {
     let text = std::fs::read_to_string(run.scratch.path().join("flight.json")).unwrap();
     let stderr = run.stderr.join().unwrap();
     let (code, flight) = (code.flatten(), serde_json::from_str(&text).unwrap());
-    Ended { case, ranks, launcher, code, stderr, flight }
+    let path = run.scratch.at("flight.json");
+    let explained = ok(&["explain", "--flight", &path]).stdout;
+    let replay = ok(&["explain", "--flight", &path, "--format", "json"]).json();
+    Ended { case, ranks, launcher, code, stderr, flight, explained, replay }
 }
 
 /// What is wrong with how a run ended; nothing, if all is well.
@@ -262,7 +270,32 @@ fn complaints(ended: &Ended) -> Vec<String> {
     if !culprits.iter().any(|r| ended.flight["verdict"]["culprit"] == *r) {
         wrong.push(format!("the flight record's verdict is {}", ended.flight["verdict"]));
     }
+    if wrong.is_empty() && !is_explained(ended) {
+        wrong.push(format!("the flight record does not explain it: {}\n{}", ended.explained, ended.replay));
+    }
     wrong
+}
+
+/// Whether the replay names the culprit, counts what hangs on it, and marks where the others are stuck.
+fn is_explained(ended: &Ended) -> bool {
+    let (replay, Case { setting, fault, role }) = (&ended.replay, ended.case);
+    let culprit = replay["verdict"]["culprit"].as_u64().unwrap();
+    let ranks = replay["ranks"].as_array().unwrap();
+    let marked: Vec<u64> =
+        ranks.iter().filter(|r| r["culprit"] == true).map(|r| r["rank"].as_u64().unwrap()).collect();
+    let last = format!("because of r{culprit};");
+    let told = ended.explained.lines().last().is_some_and(|line| line.contains(&last));
+    // Of silence, the others are stuck at what was under way with the silent one.
+    let silent = matches!(fault, Fault::Kill | Fault::Stop) && role.busy;
+    let ops = replay["ops"].as_array().unwrap();
+    let stuck = ops.iter().any(|op| op["stuck"] == true && op["rank"].as_u64() != Some(culprit));
+    let moved = replay["moved_s"].as_f64().unwrap();
+    ranks.len() == setting.hosts.len()
+        && marked == [culprit]
+        && told
+        && (0.05..12.0).contains(&moved)
+        && (role.name == IDLE || replay["held_up"].as_u64().unwrap() > 0)
+        && (!silent || (stuck && ended.explained.contains("  >>  r")))
 }
 
 /// What a line about a culprit does not tell. About a rank that nobody waited for there is no op to tell of.

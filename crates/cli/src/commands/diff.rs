@@ -1,33 +1,40 @@
-//! `crossmesh diff`: what changed between two plans?
+//! `crossmesh diff`: what changed between two plans, or two traces?
+
+mod traces;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result, bail};
 use crossmesh_core::reshard::{Plan, Transfer};
 use crossmesh_core::units::{Bytes, Seconds};
 use serde::Serialize;
 
 use crate::Answer;
-use crate::input::{PlanFile, read_plan};
+use crate::input::{PlanFile, read_plan, read_text};
 use crate::output::{self, Format, Table, and_more, count};
 use crate::summary;
+use crate::trace_doc::TraceDoc;
 
-/// Show what changed between two plans: strategy, times, traffic and transfers.
+/// Show what changed between two plans (strategy, times, traffic and transfers) or two traces (when every op ran).
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exits 0 if the plans are the same, 1 if they differ.
+#[command(after_help = "Exits 0 if they are the same, 1 if they differ.
 
 Examples:
   crossmesh diff before.json after.json
+  crossmesh diff predicted.json measured.json --within 10%   # traces of `simulate` and `run`, --trace FILE
   crossmesh diff flow.json greedy.json --format json")]
 pub struct Args {
-    /// A plan document
+    /// A plan document, or a trace
     #[arg(value_name = "A")]
     a: PathBuf,
     /// Another one
     #[arg(value_name = "B")]
     b: PathBuf,
+    /// Of traces: what share of the whole run times may differ by and still be the same
+    #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = parse_percent)]
+    within: f64,
     /// Text for people, or one JSON document
     #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
@@ -62,6 +69,14 @@ struct TrafficChange {
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
+    if let Some((a, b)) = read_traces(args)? {
+        let difference = traces::compare(&a, &b, args.within);
+        match args.format {
+            Format::Text => output::print(&traces::render(&difference))?,
+            Format::Json => output::print_json(&difference)?,
+        }
+        return Ok(if difference.same { Answer::Yes } else { Answer::No });
+    }
     let (a, b) = (read_plan(&args.a)?, read_plan(&args.b)?);
     let difference = compare(&a, &b);
     match args.format {
@@ -69,6 +84,28 @@ pub fn run(args: &Args) -> Result<Answer> {
         Format::Json => output::print_json(&difference)?,
     }
     Ok(if difference.same { Answer::Yes } else { Answer::No })
+}
+
+/// `10%`, or `10`.
+fn parse_percent(text: &str) -> Result<f64, String> {
+    let percent = text.strip_suffix('%').unwrap_or(text).trim().parse::<f64>().ok();
+    let fits = percent.filter(|p| (0.0..=100.0).contains(p));
+    fits.map(|p| p / 100.0).ok_or_else(|| "not a percentage from 0% to 100%".into())
+}
+
+/// Both files as traces, if both are.
+fn read_traces(args: &Args) -> Result<Option<(TraceDoc, TraceDoc)>> {
+    // What comes from stdin can be read once, and is a plan.
+    if [&args.a, &args.b].iter().any(|path| path.as_os_str() == "-") {
+        return Ok(None);
+    }
+    let read = |path: &Path| TraceDoc::find(&read_text(path)?).with_context(|| path.display().to_string());
+    match (read(&args.a)?, read(&args.b)?) {
+        (Some(a), Some(b)) => Ok(Some((a, b))),
+        (None, None) => Ok(None),
+        (Some(_), None) => bail!("{} is a trace, {} is none", args.a.display(), args.b.display()),
+        (None, Some(_)) => bail!("{} is a trace, {} is none", args.b.display(), args.a.display()),
+    }
 }
 
 fn compare(a: &PlanFile, b: &PlanFile) -> Difference {

@@ -1,4 +1,6 @@
-//! `crossmesh explain`: who sends what to whom, how long it takes, and why.
+//! `crossmesh explain`: who sends what to whom, how long it takes, and why. Or, of a run that failed, who did not.
+
+mod flight;
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -11,6 +13,7 @@ use crate::Answer;
 use crate::input::{PlanArgs, ProblemArgs};
 use crate::output::{self, Format, Table, and_more};
 use crate::predict::Prediction;
+use crate::replay::replay;
 use crate::report;
 use crate::summary::{self, SMALL_PLAN};
 
@@ -20,12 +23,16 @@ use crate::summary::{self, SMALL_PLAN};
   crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'
   crossmesh explain 'bf16[8192,8192]@A{fsdp:16}(fsdp,_)' 'bf16[8192,8192]@B{dp:2,tp:8}(_,tp)' \\
       --devices-per-host 8 --nics 8 --nic 400Gbit --html report.html
-  crossmesh explain --pairs weights.txt --cluster cluster.toml --max-extra-bytes 256MiB")]
+  crossmesh explain --pairs weights.txt --cluster cluster.toml --max-extra-bytes 256MiB
+  crossmesh explain --flight flight.json   # written by `crossmesh run … --flight flight.json`")]
 pub struct Args {
     #[command(flatten)]
     problem: ProblemArgs,
     #[command(flatten)]
     plan: PlanArgs,
+    /// Explain how a run ended instead: who was at fault, who waited for whom, and what the simulator would have seen
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["src", "dst", "pairs", "html"])]
+    flight: Option<PathBuf>,
     /// Text for people, or the plan document
     #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
@@ -35,6 +42,14 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
+    if let Some(path) = &args.flight {
+        let replay = replay(path)?;
+        match args.format {
+            Format::Text => output::print(&flight::render(&replay))?,
+            Format::Json => output::print_json(&replay)?,
+        }
+        return Ok(Answer::Yes);
+    }
     let problem = args.problem.problem()?;
     let prediction = Prediction::of_problem(&problem, &args.plan.options()?)?;
     if let Some(path) = &args.html {
