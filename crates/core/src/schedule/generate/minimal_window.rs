@@ -221,7 +221,8 @@ impl Candidate {
 /// Timings that shrinking may spend, in passes.
 const SHRINKING_PASSES: usize = 8 << 20;
 
-/// Makes windows smaller, the first stage's first, as long as the step does not get longer.
+/// Makes windows smaller, the last stage's first, as long as the step does not get longer. A stage with a smaller window than
+/// the next one would never get its first gradient.
 fn shrink(
     spec: &Spec,
     placement: &Placement,
@@ -230,8 +231,9 @@ fn shrink(
     mut best: Candidate,
 ) -> Result<Candidate, GenerateError> {
     let mut timings = SHRINKING_PASSES / best.schedule.num_passes();
-    for stage in 0..best.windows.len() {
-        let (mut too_small, mut enough) = (0, best.windows[stage].forwards);
+    for stage in (0..best.windows.len()).rev() {
+        let next = best.windows.get(stage + 1).map_or(1, |next| next.forwards);
+        let (mut too_small, mut enough) = (next - 1, best.windows[stage].forwards);
         while too_small + 1 < enough && timings > 0 {
             timings -= 1;
             let middle = (too_small + enough) / 2;

@@ -121,9 +121,15 @@ pub fn block(
 pub fn zbv(spec: &Spec, placement: Placement, costs: &Costs) -> Result<Schedule, GenerateError> {
     // From first to last; the first of W is run before the forwards behind it if W is in its turn.
     const ORDERS: [fn(PassKind, u32) -> u32; 3] = [
-        |kind, chunk| place([(PassKind::B, 0), (PassKind::B, 1), (PassKind::F, 1), (PassKind::W, 0)], kind, chunk),
-        |kind, chunk| place([(PassKind::B, 1), (PassKind::B, 0), (PassKind::F, 1), (PassKind::W, 0)], kind, chunk),
-        |kind, chunk| place([(PassKind::F, 1), (PassKind::F, 0), (PassKind::B, 1), (PassKind::B, 0)], kind, chunk),
+        |kind, chunk| {
+            place([(PassKind::B, 0), (PassKind::B, 1), (PassKind::F, 1), (PassKind::W, 0)], kind, chunk)
+        },
+        |kind, chunk| {
+            place([(PassKind::B, 1), (PassKind::B, 0), (PassKind::F, 1), (PassKind::W, 0)], kind, chunk)
+        },
+        |kind, chunk| {
+            place([(PassKind::F, 1), (PassKind::F, 0), (PassKind::B, 1), (PassKind::B, 0)], kind, chunk)
+        },
     ];
     let footprint = from_f_to_w(&placement);
     let whole = 2.0 * f64::from(spec.devices);
