@@ -190,7 +190,7 @@ pub fn channels(schedule: &Schedule) -> Result<(), CheckError> {
                 Via::Gradient(_) => "the gradient",
                 Via::Own | Via::Vocabulary => return,
             };
-            let before = last.insert(need.via, (sent, pass.microbatch));
+            let before = last.insert(need.via, (sent, need.pass.microbatch));
             if let Some((_, second)) = before.filter(|(node, _)| *node > sent) {
                 let (from, to) = (need.pass.stage, pass.stage);
                 let device = |stage| schedule.placement().device(stage);
@@ -198,7 +198,7 @@ pub fn channels(schedule: &Schedule) -> Result<(), CheckError> {
                     from: device(from),
                     to: device(to),
                     what,
-                    first: pass.microbatch,
+                    first: need.pass.microbatch,
                     second,
                 });
             }

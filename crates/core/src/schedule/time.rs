@@ -145,7 +145,7 @@ impl<'a> Clock<'a> {
             Some(node) if !self.done[node as usize] => blocker = blocker.or(Some((node, need.pass))),
             Some(node) => {
                 let end = self.spans[node as usize].end;
-                latest = latest.max(self.channels.arrival(need.via, pass.microbatch).unwrap_or(end));
+                latest = latest.max(self.channels.arrival(need.via, need.pass.microbatch).unwrap_or(end));
             }
         });
         if let Some(needed) = missing {
