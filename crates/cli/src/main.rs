@@ -17,6 +17,7 @@ mod joined;
 mod links;
 mod output;
 mod part;
+mod pipeline;
 mod predict;
 #[cfg(test)]
 mod reference;

@@ -29,6 +29,10 @@ impl<'a> Task<'a> {
         Task::Plan { program: lower(plan), plan: Cow::Borrowed(plan) }
     }
 
+    pub fn of_step(step: &'a Step, lowered: &'a StepProgram) -> Self {
+        Task::Step { step: Cow::Borrowed(step), lowered: Cow::Borrowed(lowered) }
+    }
+
     /// Reads the one document that is given.
     pub fn read(plan: Option<&Path>, step: Option<&Path>) -> Result<Self> {
         match (plan, step) {

@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 
 pub mod bench;
 pub mod matrix;
+pub mod pipeline;
 pub mod plan;
 pub mod timeline;
 
