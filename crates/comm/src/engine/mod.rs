@@ -246,7 +246,8 @@ impl Engine {
         self.copy_some();
         self.announce();
         self.pump_sends()?;
-        let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty();
+        let can_compute = !self.computing && !self.passes.is_empty();
+        let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty() || can_compute;
         let ended =
             self.jobs.values().any(|j| j.left == 0) && !self.peers.iter().any(|p| p.link.wants_write());
         self.poll(may_wait && !busy && !ended)?;
