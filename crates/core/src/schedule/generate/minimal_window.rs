@@ -205,7 +205,7 @@ impl Candidate {
             let caps: Vec<f64> = windows.iter().map(|w| w.peak()).collect();
             let memory = Some(Memory { footprint: &footprint, caps: &caps });
             let microbatches = spec.microbatches;
-            for fill in [Fill::TailLast, Fill::Last] {
+            for fill in [Fill::TailLast, Fill::Last, Fill::Fitting] {
                 let dispatch = Dispatch { placement, microbatches, costs, memory, split: true, fill };
                 if let Some(orders) = dispatch.run(Ranks::Listed(&orders)) {
                     candidates.push(name(orders)?);
