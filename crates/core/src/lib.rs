@@ -15,6 +15,7 @@ pub mod region;
 pub mod reshard;
 pub mod schedule;
 pub mod sim;
+pub mod step;
 pub mod trace;
 pub mod units;
 pub mod verify;
