@@ -52,4 +52,6 @@ pub enum ScheduleError {
     BadCost { what: String, value: f64 },
     #[error("{first} and {second} cannot start together: the second does not follow the first on its device")]
     PairApart { first: Pass, second: Pass },
+    #[error("{device} has no pass")]
+    IdleDevice { device: DeviceId },
 }

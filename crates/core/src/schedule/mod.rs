@@ -13,6 +13,7 @@ pub mod check;
 mod costs;
 mod error;
 pub mod generate;
+pub mod megatron;
 pub mod memory;
 mod needs;
 mod order_graph;
@@ -20,6 +21,7 @@ mod pass;
 mod placement;
 mod routes;
 mod time;
+pub mod torch_csv;
 
 pub use check::{Check, CheckError, check};
 pub use costs::{Channel, Costs, Hop, StageCost};

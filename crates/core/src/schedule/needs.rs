@@ -84,6 +84,20 @@ impl Schedule {
         }
     }
 
+    /// What a pass makes for other stages, and for which: the other end of [`Schedule::needs`].
+    pub fn each_message(&self, pass: Pass, mut visit: impl FnMut(Via, StageId)) {
+        let Pass { kind, stage, microbatch } = pass;
+        if kind == PassKind::F {
+            let chain = self.routes.after(microbatch, stage).map(|to| Edge { from: stage, to });
+            let edges = chain.into_iter().chain(self.routes.skips_out(microbatch, stage));
+            edges.for_each(|edge| visit(Via::Activation(edge), edge.to));
+        } else if kind.is_backward() {
+            let chain = self.routes.before(microbatch, stage).map(|from| Edge { from, to: stage });
+            let edges = chain.into_iter().chain(self.routes.skips_into(microbatch, stage));
+            edges.for_each(|edge| visit(Via::Gradient(edge), edge.from));
+        }
+    }
+
     fn activations(&self, pass: Pass, visit: &mut impl FnMut(Need)) {
         let Pass { stage, microbatch, .. } = pass;
         let chain = self.routes.before(microbatch, stage).map(|from| Edge { from, to: stage });

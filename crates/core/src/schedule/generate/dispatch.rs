@@ -20,10 +20,12 @@ pub enum Fill {
     Last,
     /// In their turn while the device has forwards to run, and last from then on.
     TailLast,
+    /// When nothing else could run, and they are over before anything that is on its way arrives.
+    Fitting,
 }
 
 impl Fill {
-    pub const ALL: [Fill; 3] = [Fill::TailLast, Fill::Last, Fill::InTurn];
+    pub const ALL: [Fill; 4] = [Fill::TailLast, Fill::Last, Fill::InTurn, Fill::Fitting];
 }
 
 /// What decides between passes that are ready.
@@ -162,14 +164,32 @@ impl<'a> State<'a> {
         }
         let last = match self.setup.fill {
             Fill::InTurn => false,
-            Fill::Last => true,
+            Fill::Last | Fill::Fitting => true,
             Fill::TailLast => self.forwards_are_over(device),
         };
+        let filler =
+            filler.filter(|(_, w)| self.setup.fill != Fill::Fitting || self.is_over_in_time(now, device, *w));
         let chosen = match (best, filler) {
             (Some(best), Some(filler)) if !last && filler.0 < best.0 => filler,
             (best, filler) => best.or(filler)?,
         };
         Some(chosen.1)
+    }
+
+    /// Whether nothing arrives while the pass runs, beyond what memory keeps waiting anyway.
+    fn is_over_in_time(&self, now: f64, device: DeviceId, pass: Pass) -> bool {
+        let end = now + self.setup.costs.pass(pass);
+        let arrives = |arrival: f64| arrival > now && arrival < end * (1.0 - 1e-12);
+        self.setup.placement.stages_on(device).iter().all(|stage| {
+            let s = stage.index();
+            let next = |kind: usize| Some(self.next[kind][s]).filter(|m| *m < self.setup.microbatches);
+            let forward = next(F).is_some_and(|m| {
+                let pass = Pass::new(PassKind::F, *stage, MicrobatchId(m));
+                arrives(self.activation[self.slot(s, m)]) && self.fits(device, pass)
+            });
+            let backward = next(B).is_some_and(|m| arrives(self.gradient[self.slot(s, m)]));
+            !forward && !backward
+        })
     }
 
     fn forwards_are_over(&self, device: DeviceId) -> bool {

@@ -65,7 +65,13 @@ pub fn windows_that_hide(
         windows = line.windows(long);
     }
     let windows = windows.expect("a period as long as a microbatch's way has a place for every pass");
-    windows.into_iter().map(|w| Window { forwards: w.forwards.clamp(1, microbatches), ..w }).collect()
+    let settled = |(stage, window): (usize, Window)| {
+        let forwards = window.forwards.clamp(1, microbatches);
+        // One in flight always fits, if its W does not wait for the next one.
+        let late = window.late_weights && caps.is_none_or(|caps| window.peak() <= caps[stage] + 1e-9);
+        Window { forwards, late_weights: late }
+    };
+    windows.into_iter().enumerate().map(settled).collect()
 }
 
 /// Halvings of the range of periods; far beyond what tells two windows apart.
@@ -182,6 +188,12 @@ pub fn minimal_window(
     shrink(spec, &placement, costs, backward, best).map(|best| best.schedule)
 }
 
+/// In a short step the steady state may never come; then the windows are only limits.
+const BACKWARD_FIRST: Ranks<'static> =
+    Ranks::Classes { rank: |kind, _| u32::from(kind == PassKind::F), reserve: 0.0 };
+const FORWARD_FIRST: Ranks<'static> =
+    Ranks::Classes { rank: |kind, _| u32::from(kind != PassKind::F), reserve: 0.0 };
+
 struct Candidate {
     windows: Vec<Window>,
     schedule: Schedule,
@@ -189,7 +201,7 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// The shortest of the plain order and those in which W makes way for others, none of which holds more.
+    /// The shortest of the plain order and what dispatching makes of it, none of which holds more.
     fn of(
         spec: &Spec,
         placement: &Placement,
@@ -200,14 +212,15 @@ impl Candidate {
         let orders = orders(&windows, spec.microbatches, backward);
         let name = |orders| named(Name::MinimalWindow, spec, placement.clone(), orders);
         let mut candidates = vec![name(orders.clone())?];
-        if backward == Backward::Split {
-            let footprint = Footprint::units(placement);
-            let caps: Vec<f64> = windows.iter().map(|w| w.peak()).collect();
-            let memory = Some(Memory { footprint: &footprint, caps: &caps });
-            let microbatches = spec.microbatches;
-            for fill in [Fill::TailLast, Fill::Last] {
-                let dispatch = Dispatch { placement, microbatches, costs, memory, split: true, fill };
-                if let Some(orders) = dispatch.run(Ranks::Listed(&orders)) {
+        let footprint = Footprint::units(placement);
+        let caps: Vec<f64> = windows.iter().map(|w| w.peak()).collect();
+        let memory = Some(Memory { footprint: &footprint, caps: &caps });
+        let (microbatches, split) = (spec.microbatches, backward == Backward::Split);
+        let fills: &[Fill] = if split { &[Fill::TailLast, Fill::Last, Fill::Fitting] } else { &[Fill::Last] };
+        for &fill in fills {
+            let dispatch = Dispatch { placement, microbatches, costs, memory, split, fill };
+            for ranks in [Ranks::Listed(&orders), BACKWARD_FIRST, FORWARD_FIRST] {
+                if let Some(orders) = dispatch.run(ranks) {
                     candidates.push(name(orders)?);
                 }
             }
@@ -221,8 +234,8 @@ impl Candidate {
 /// Timings that shrinking may spend, in passes.
 const SHRINKING_PASSES: usize = 8 << 20;
 
-/// Makes windows smaller, the last stage's first, as long as the step does not get longer. A stage with a smaller window than
-/// the next one would never get its first gradient.
+/// Makes windows smaller, the first stage's first because it holds most, as long as the step does not get longer; and then once
+/// more the other way round. A stage with a smaller window than the next one would never get its first gradient.
 fn shrink(
     spec: &Spec,
     placement: &Placement,
@@ -231,7 +244,8 @@ fn shrink(
     mut best: Candidate,
 ) -> Result<Candidate, GenerateError> {
     let mut timings = SHRINKING_PASSES / best.schedule.num_passes();
-    for stage in (0..best.windows.len()).rev() {
+    let stages = 0..best.windows.len();
+    for stage in stages.clone().chain(stages.rev()) {
         let next = best.windows.get(stage + 1).map_or(1, |next| next.forwards);
         let (mut too_small, mut enough) = (next - 1, best.windows[stage].forwards);
         while too_small + 1 < enough && timings > 0 {

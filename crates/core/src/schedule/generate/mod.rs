@@ -24,7 +24,7 @@ use std::str::FromStr;
 pub use minimal_window::windows_that_hide;
 pub use search::{Found, SEARCH_STEPS, search};
 
-use crate::id::DeviceId;
+use crate::id::{DeviceId, StageId};
 
 use super::check::CheckError;
 use super::{Costs, Footprint, Hop, Pass, Placement, Routes, Schedule, ScheduleError, StageCost};
@@ -213,15 +213,19 @@ impl Spec {
     /// The costs of every stage of a placement.
     pub fn costs(&self, placement: &Placement) -> Result<Costs, GenerateError> {
         let (stages, devices) = (placement.num_stages(), placement.num_devices());
-        let chunks = stages / devices;
         let slices = self.work.len();
-        let slice = |stage: usize| match slices {
-            1 => scaled(self.work[0], chunks),
-            n if n == stages => self.work[stage],
-            _ => scaled(self.work[stage / chunks], chunks),
+        let cost = |stage: StageId| {
+            let chunks = placement.stages_on(placement.device(stage)).len();
+            match slices {
+                1 => scaled(self.work[0], chunks),
+                n if n == stages => self.work[stage.index()],
+                // Slices in model order, each split evenly.
+                _ => scaled(self.work[stage.index() / (stages / devices)], stages / devices),
+            }
         };
-        match slices == 1 || slices == stages || (slices == devices && stages == devices * chunks) {
-            true => Ok(Costs::new((0..stages).map(slice).collect(), self.hop)?),
+        let shares = slices == devices && stages.is_multiple_of(devices);
+        match slices == 1 || slices == stages || shares {
+            true => Ok(Costs::new(placement.stages().map(cost).collect(), self.hop)?),
             false => Err(GenerateError::Slices { slices, devices, stages }),
         }
     }

@@ -116,3 +116,26 @@ fn bpipe_keeps_to_its_bound() {
         }
     }
 }
+
+/// F 10, B 10, W 8 for every stage, hops of 1, p8m32: bubbles of the authors' generators (algorithms.md B8). Those of the V count
+/// a chunk as a stage, so a device's whole share costs twice as much.
+#[test]
+fn uneven_passes_leave_no_more_bubble_than_the_goldens() {
+    let bubble = |name, spec: &Spec| {
+        let schedule = made(name, spec);
+        100.0 * time(&schedule, &spec.costs(schedule.placement()).unwrap()).unwrap().bubble()
+    };
+    let linear = spec(8, 32).with_work(10.0, 10.0, 8.0).with_hop(1.0);
+    let v = spec(8, 32).with_work(20.0, 20.0, 16.0).with_hop(1.0);
+    for (name, spec, golden) in [
+        (Name::ZbH1, &linear, 11.1),
+        (Name::ZbH2, &linear, 7.9),
+        (Name::Zbv, &v, 5.5),
+        (Name::VZb, &v, 5.5),
+        (Name::VHalf, &v, 11.6),
+        (Name::VMin, &v, 24.6),
+    ] {
+        let bubble = bubble(name, spec);
+        assert!(bubble < golden + 0.05, "{name}: {bubble} %, golden {golden} %");
+    }
+}

@@ -12,8 +12,8 @@
 //! without raising its peak.
 
 use crate::id::{MicrobatchId, StageId};
-use crate::schedule::memory::peaks;
-use crate::schedule::{Costs, Footprint, PassKind, Timed, time};
+use crate::schedule::memory::{peaks, within};
+use crate::schedule::{Costs, Footprint, PassKind, time};
 
 use super::dispatch::{Dispatch, Fill, Memory, Ranks};
 use super::{GenerateError, Name, Pass, Placement, Schedule, Spec, named};
@@ -97,27 +97,37 @@ pub fn block(
 ) -> Result<Schedule, GenerateError> {
     let listed: Vec<Vec<Pass>> =
         (0..spec.devices).map(|i| block.order(&placement, i, spec.microbatches)).collect();
-    let plain = named(block.name(), spec, placement.clone(), listed)?;
+    let plain = named(block.name(), spec, placement, listed)?;
+    shortest(followed(plain, costs)?, costs)
+}
+
+/// A schedule, and others that follow its order but overtake what waits. None holds more than it does with even costs.
+fn followed(plain: Schedule, costs: &Costs) -> Result<Vec<Schedule>, GenerateError> {
+    let placement = plain.placement().clone();
     let footprint = from_f_to_w(&placement);
     let even = Costs::even(placement.num_stages(), 1.0, 1.0, 1.0, 0.0)?;
-    let peak = |timed: &Timed| peaks(&plain, timed, &footprint).iter().map(|p| p.amount).fold(0.0, f64::max);
-    let caps = vec![peak(&time(&plain, &even)?); spec.devices as usize];
+    let held = peaks(&plain, &time(&plain, &even)?, &footprint);
+    let caps = vec![held.iter().map(|p| p.amount).fold(0.0, f64::max); held.len()];
     let memory = Some(Memory { footprint: &footprint, caps: &caps });
-    let mut candidates = vec![plain.clone()];
+    let mut schedules = Vec::new();
     // Orders that are good with even costs are often good with others, and the other way round.
     for costs in [&even, costs] {
         for fill in Fill::ALL {
-            let microbatches = spec.microbatches;
+            let microbatches = plain.num_microbatches();
             let dispatch = Dispatch { placement: &placement, microbatches, costs, memory, split: true, fill };
             if let Some(orders) = dispatch.run(Ranks::Listed(plain.devices())) {
-                candidates.push(named(block.name(), spec, placement.clone(), orders)?);
+                let routes = plain.routes().clone();
+                let name = plain.name();
+                schedules.push(Schedule::new(name, placement.clone(), routes, microbatches, orders)?);
             }
         }
     }
-    shortest(candidates, costs)
+    schedules.insert(0, plain);
+    Ok(schedules)
 }
 
-/// ZBV: backwards first and forwards of chunk 1 before those of chunk 0, in the memory of 1F1B. algorithms.md B8.
+/// ZBV, in the memory of 1F1B: the published order, and what dispatching by kind makes of these costs: backwards first, and
+/// forwards of chunk 1 before those of chunk 0. algorithms.md B8.
 pub fn zbv(spec: &Spec, placement: Placement, costs: &Costs) -> Result<Schedule, GenerateError> {
     // From first to last; the first of W is run before the forwards behind it if W is in its turn.
     const ORDERS: [fn(PassKind, u32) -> u32; 3] = [
@@ -139,8 +149,10 @@ pub fn zbv(spec: &Spec, placement: Placement, costs: &Costs) -> Result<Schedule,
         None => vec![whole; spec.devices as usize],
     };
     let memory = Some(Memory { footprint: &footprint, caps: &caps });
-    let mut candidates = Vec::new();
-    for fill in [Fill::Last, Fill::TailLast, Fill::InTurn] {
+    let published: Vec<Vec<Pass>> =
+        (0..spec.devices).map(|i| zbv_order(spec.devices, i, spec.microbatches)).collect();
+    let mut candidates = followed(named(Name::Zbv, spec, placement.clone(), published)?, costs)?;
+    for fill in Fill::ALL {
         for (rank, reserve) in ORDERS.into_iter().flat_map(|rank| [(rank, 1.0), (rank, 0.0)]) {
             let microbatches = spec.microbatches;
             let dispatch = Dispatch { placement: &placement, microbatches, costs, memory, split: true, fill };
@@ -150,7 +162,44 @@ pub fn zbv(spec: &Spec, placement: Placement, costs: &Costs) -> Result<Schedule,
             }
         }
     }
+    if let Some(caps) = &spec.caps {
+        let shares = Footprint::shares(&placement);
+        let fits = |s: &Schedule| time(s, costs).is_ok_and(|timed| within(s, &timed, &shares, caps).is_ok());
+        candidates.sort_by_key(|schedule| !fits(schedule));
+        let fitting = candidates.iter().filter(|schedule| fits(schedule)).count();
+        candidates.truncate(fitting.max(1));
+    }
     shortest(candidates, costs)
+}
+
+/// The published order: down the V, up it beside further forwards, then backwards with W right behind them, and at the end
+/// W where there is nothing else.
+fn zbv_order(p: u32, i: u32, microbatches: u32) -> Vec<Pass> {
+    use PassKind::{B, F, W};
+    // Fewer microbatches than fill the V are those of a longer step.
+    let filled = microbatches.max(2 * p - 1);
+    let stages = [StageId(i), StageId(2 * p - 1 - i)];
+    let mut next = [[0u32; 2]; 3];
+    let mut order: Vec<Pass> = Vec::new();
+    let mut push = |times: u32, passes: &[(PassKind, usize)]| {
+        for &(kind, chunk) in (0..times).flat_map(|_| passes) {
+            let m = &mut next[kind as usize][chunk];
+            if *m < filled {
+                order.push(Pass::new(kind, stages[chunk], MicrobatchId(*m)));
+                *m += 1;
+            }
+        }
+    };
+    push(2 * (p - i) - 1, &[(F, 0)]);
+    push(i, &[(F, 1), (F, 0)]);
+    push(p - i, &[(F, 1), (B, 1), (W, 1)]);
+    push(filled - p, &[(F, 0), (B, 0), (W, 0), (F, 1), (B, 1), (W, 1)]);
+    push(i, &[(B, 0), (B, 1)]);
+    push(p - i, &[(B, 0), (W, 0)]);
+    push(filled, &[(W, 1)]);
+    push(filled, &[(W, 0)]);
+    order.retain(|pass| pass.microbatch.0 < microbatches);
+    order
 }
 
 /// Where a kind and chunk stand in the list; what it does not name stands behind. W is named for both chunks.
