@@ -57,7 +57,7 @@ impl RunOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Started {
     ByUs,
-    ByOthers { launcher: &'static str, hosts: usize },
+    ByOthers { launcher: &'static str, hosts: usize, transport: &'static str },
 }
 
 /// What a run showed.

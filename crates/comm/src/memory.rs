@@ -1,6 +1,6 @@
 //! Memory that ranks move bytes out of and into: one mapping, private or shared with the processes of the host.
 //!
-//! All of the crate's `unsafe` is here. What makes it sound:
+//! All of the crate's `unsafe` is here, but for MPI's calls. What makes it sound:
 //! - a mapping lives as long as its [`Memory`], and every access is checked against its length;
 //! - a rank's memory is written only by the one thread that drives its engine (a `Memory` is handed to it);
 //! - a peer that has the segment mapped only reads it, and only bytes that were offered to it. The verifier proved that
@@ -159,6 +159,15 @@ impl Place {
             bytes += run.1;
         }
         bytes
+    }
+
+    /// Where a part of the stream lies, if it is one run of bytes. Whoever reads or writes there keeps to the module's
+    /// rules, and keeps the memory.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn in_one_run(&self, part: Range<u64>) -> Option<NonNull<[u8]>> {
+        let bytes = part.end - part.start;
+        let run = self.view.runs(part).next().filter(|run| run.1 == bytes)?;
+        Some(NonNull::from(self.memory.slice_mut(run)))
     }
 
     /// Continues a checksum over a part of the stream.

@@ -107,6 +107,8 @@ struct Report {
     hosts: usize,
     /// Who started the processes, where it was not this command.
     launcher: Option<&'static str>,
+    /// And what carried their bytes.
+    transport: Option<&'static str>,
     /// The rate that NICs were shaped to; `cluster` where they differ; missing on loopback.
     emulated: Option<String>,
     bytes: u64,
@@ -173,9 +175,9 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
     let ranks = problem.meshes_of_ranks();
     let mut hosts: Vec<_> = ranks.keys().map(|rank| problem.topology.host(*rank)).collect();
     hosts.dedup();
-    let (hosts, launcher) = match measured.started {
-        Started::ByUs => (hosts.len(), None),
-        Started::ByOthers { launcher, hosts } => (hosts, Some(launcher)),
+    let (hosts, launcher, transport) = match measured.started {
+        Started::ByUs => (hosts.len(), None, None),
+        Started::ByOthers { launcher, hosts, transport } => (hosts, Some(launcher), Some(transport)),
     };
     let median_s = measured.median_s();
     let finite = |ratio: f64| Some(ratio).filter(|r| r.is_finite());
@@ -185,6 +187,7 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
         ranks: ranks.len(),
         hosts,
         launcher,
+        transport,
         emulated: args.run.emulate.clone(),
         bytes: problem.reshards.iter().map(|r| r.src.layout.bytes()).sum(),
         median_s,
@@ -204,8 +207,8 @@ fn render(prediction: &Prediction, report: &Report) -> String {
     let mut text = format!("run {}\n", summary::headline(&prediction.plan));
     let place = format!("{} on {}", count(report.ranks, "process"), count(report.hosts, "host"));
     let place = place.replace("processs", "processes");
-    let nics = match (report.launcher, report.emulated.as_deref()) {
-        (Some(launcher), _) => format!("started by {launcher}"),
+    let nics = match (report.launcher.zip(report.transport), report.emulated.as_deref()) {
+        (Some((launcher, transport)), _) => format!("started by {launcher}, over {transport}"),
         (None, None) => "over loopback".to_string(),
         (None, Some(CLUSTER_RATES)) => "emulated with the cluster's NICs".to_string(),
         (None, Some(rate)) => format!("emulated with NICs of {rate}"),
