@@ -53,19 +53,23 @@ impl OverMpi {
     pub fn meet(deadline: Deadline) -> Result<Self, RendezvousError> {
         let mpi = Mpi::start()?;
         let mut meeting = Self { mpi, pool: Arc::default(), hosts: vec![], blamed: None, left: false };
-        let named = meeting.gather(meeting.mpi.host().to_string(), deadline)?;
-        meeting.hosts = match named {
-            Some(named) => named.into_values().collect(),
-            None => meeting.hear(Rank(0), deadline)?.lines().map(String::from).collect(),
-        };
-        if meeting.mpi.me() == Rank(0) {
-            let table = meeting.hosts.join("\n");
-            let others = (1..meeting.mpi.size()).map(Rank);
-            let told: Vec<[Request; 2]> =
-                others.map(|rank| meeting.tell(rank, table.clone())).collect::<Result<_, _>>()?;
-            told.into_iter().flatten().try_for_each(|request| meeting.finish(request, deadline).map(drop))?;
-        }
+        meeting.hosts = meeting.share(meeting.mpi.host().to_string(), deadline)?;
         Ok(meeting)
+    }
+
+    /// What every rank has to tell, by rank, told to all.
+    pub fn share(&mut self, text: String, deadline: Deadline) -> Result<Vec<String>, RendezvousError> {
+        let nonsense = || RendezvousError::Unexpected { expected: "a list of words" };
+        let Some(told) = self.gather(text, deadline)? else {
+            return serde_json::from_str(&self.hear(Rank(0), deadline)?).map_err(|_| nonsense());
+        };
+        let told: Vec<String> = told.into_values().collect();
+        let table = serde_json::to_string(&told).map_err(|_| nonsense())?;
+        let others = (1..self.mpi.size()).map(Rank);
+        let sends: Vec<[Request; 2]> =
+            others.map(|rank| self.tell(rank, table.clone())).collect::<Result<_, _>>()?;
+        sends.into_iter().flatten().try_for_each(|request| self.finish(request, deadline).map(drop))?;
+        Ok(told)
     }
 
     pub fn rank(&self) -> Rank {
