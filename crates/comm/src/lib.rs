@@ -27,5 +27,6 @@ pub mod memory;
 pub mod pattern;
 pub mod rendezvous;
 pub mod transport;
+pub mod usage;
 pub mod view;
 pub mod wire;

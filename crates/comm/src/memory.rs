@@ -15,7 +15,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
 use crate::combine::Combine;
 use crate::view::View;
@@ -53,7 +53,7 @@ impl Memory {
     /// A segment without a name, which vanishes with the last process that has it.
     pub fn shared(len: u64) -> io::Result<Self> {
         let len = mapped_len(len)?;
-        let segment = memfd_create("crossmesh", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let segment = memfd_create(segment_name(), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&segment, len as u64)?;
         fcntl_add_seals(&segment, SealFlags::SHRINK | SealFlags::GROW)?;
         Self::map(segment, len, ProtFlags::READ | ProtFlags::WRITE)
@@ -110,8 +110,42 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: this is the mapping made in `private` or `map`; no slice outlives the value it borrows from.
-        let unmapped = unsafe { munmap(self.start.as_ptr().cast::<c_void>(), self.len) };
-        debug_assert!(unmapped.is_ok());
+        let unmapped = unsafe { unmap(self.start.as_ptr().cast::<c_void>(), self.len) };
+        debug_assert!(unmapped);
+    }
+}
+
+#[cfg(not(feature = "mpi"))]
+unsafe fn unmap(start: *mut c_void, len: usize) -> bool {
+    // SAFETY: as the caller says.
+    unsafe { rustix::mm::munmap(start, len) }.is_ok()
+}
+
+/// By the C library's own function: MPI libraries keep what a NIC knows of memory, and forget it when they see this
+/// call; a system call of ours they would not see.
+#[cfg(feature = "mpi")]
+unsafe fn unmap(start: *mut c_void, len: usize) -> bool {
+    unsafe extern "C" {
+        fn munmap(start: *mut c_void, len: usize) -> std::ffi::c_int;
+    }
+    // SAFETY: as the caller says; this is the signature that POSIX gives it.
+    unsafe { munmap(start, len) == 0 }
+}
+
+/// What the system calls segments that this process makes; by it they are told from its peers'.
+pub(crate) fn segment_name() -> String {
+    format!("crossmesh.{}", std::process::id())
+}
+
+/// Gives heap that is not in use back to the system, so that what is taken afterwards can be seen.
+pub(crate) fn trim_heap() {
+    #[cfg(target_env = "gnu")]
+    {
+        unsafe extern "C" {
+            fn malloc_trim(pad: usize) -> std::ffi::c_int;
+        }
+        // SAFETY: glibc's signature; it touches nothing that is in use.
+        unsafe { malloc_trim(0) };
     }
 }
 

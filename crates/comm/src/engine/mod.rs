@@ -211,6 +211,11 @@ impl Engine {
         Ok(self.jobs.remove(&handle.0).map(|job| report(&job)).unwrap_or_default())
     }
 
+    /// The most that the kernel may hold for us in connections.
+    pub fn kernel_bytes(&self) -> u64 {
+        self.peers.iter().map(|p| p.link.kernel_bytes()).sum()
+    }
+
     /// What this rank was doing when it failed.
     pub fn flight_record(&self) -> Option<&FlightRecord> {
         self.last_flight.as_ref()

@@ -121,4 +121,9 @@ pub trait Link: Send {
     fn flush(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError>;
     /// Says to the peer that nothing more comes; reading goes on.
     fn shutdown(&mut self);
+
+    /// The most that the kernel may hold for this link, beside memory of ours.
+    fn kernel_bytes(&self) -> u64 {
+        0
+    }
 }

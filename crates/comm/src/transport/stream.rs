@@ -189,4 +189,10 @@ impl Link for StreamLink {
         // A connection that is gone already needs no shutting down.
         let _gone = shutdown(&self.socket, Shutdown::Write);
     }
+
+    fn kernel_bytes(&self) -> u64 {
+        let sizes =
+            [sockopt::socket_send_buffer_size(&self.socket), sockopt::socket_recv_buffer_size(&self.socket)];
+        sizes.into_iter().flatten().sum::<usize>() as u64
+    }
 }

@@ -80,6 +80,7 @@ pub fn options(kind: Kind) -> ExecuteOptions {
         sharing: if kind == Kind::Shm { Sharing::Host } else { Sharing::Private },
         repeat: 1,
         check: true,
+        measure_memory: false,
     }
 }
 
