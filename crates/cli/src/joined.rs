@@ -24,12 +24,10 @@ use crossmesh_comm::environment::{
 };
 use crossmesh_comm::rendezvous::{Meeting, OverSockets, RendezvousError};
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::Plan;
 
 use crate::output::{self, Progress, Told};
 use crate::part::{BARRIER, Part, Summary, comm_error, fault, leave_soon, log, say_once};
-use crate::predict::Prediction;
-use crate::runner::{Measured, RunOptions, Started, combine};
+use crate::runner::{Measured, RunOptions, Started, Work, combine};
 
 /// The job, with everybody in it. A process joins one in its life.
 struct Joined {
@@ -42,12 +40,8 @@ struct Joined {
 
 static JOB: Mutex<Option<Joined>> = Mutex::new(None);
 
-/// Takes this rank's part in a plan, if the process is a rank; else nothing happens.
-pub fn run_plan(
-    prediction: &Prediction,
-    options: &RunOptions,
-    progress: &Progress,
-) -> Result<Option<Measured>> {
+/// Takes this rank's part in some work, if the process is a rank; else nothing happens.
+pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> Result<Option<Measured>> {
     let variables = variables();
     if options.standalone {
         return Ok(None);
@@ -60,11 +54,11 @@ pub fn run_plan(
     }
     let mut job = JOB.lock().expect("no thread panics with it");
     if job.is_none() {
-        *job = Some(join(&variables, prediction, options)?);
+        *job = Some(join(&variables, work, options)?);
     }
     let job = job.as_mut().expect("just joined");
-    check_world(&prediction.plan, job.world, job.launcher, options.spare_ranks)?;
-    take_part(job, prediction, options, progress).map(Some)
+    check_world(work, job.world, job.launcher, options.spare_ranks)?;
+    take_part(job, work, options, progress).map(Some)
 }
 
 /// Leaves the job, where there is one. Without a farewell the others hear that this rank is gone.
@@ -76,9 +70,9 @@ pub fn leave(well: bool) {
 }
 
 /// The ranks of a plan are those of the job.
-fn check_world(plan: &Plan, world: u32, launcher: &str, spare_ranks: bool) -> Result<()> {
-    let used = plan.problem.meshes_of_ranks().into_keys().next_back().map_or(0, |last| last.0 + 1);
-    let devices = plan.problem.topology.num_ranks() as u32;
+fn check_world(work: &Work<'_>, world: u32, launcher: &str, spare_ranks: bool) -> Result<()> {
+    let used = work.task.ranks().last().map_or(0, |last| last.0 + 1);
+    let devices = work.topology.num_ranks() as u32;
     let most = if spare_ranks { u32::MAX } else { devices };
     if (used..=most).contains(&world) {
         return Ok(());
@@ -90,12 +84,12 @@ fn check_world(plan: &Plan, world: u32, launcher: &str, spare_ranks: bool) -> Re
 }
 
 /// Meets the other ranks. A world that does not fit is noticed before anybody waits for anybody.
-fn join(variables: &Variables, prediction: &Prediction, options: &RunOptions) -> Result<Joined> {
+fn join(variables: &Variables, work: &Work<'_>, options: &RunOptions) -> Result<Joined> {
     match transport(variables, cfg!(feature = "mpi"))? {
         Transport::Mpi => join_mpi(variables, options),
         Transport::Sockets => {
             let place = place(&Flags::default(), variables)?;
-            check_world(&prediction.plan, place.world, place.launcher, options.spare_ranks)?;
+            check_world(work, place.world, place.launcher, options.spare_ranks)?;
             join_sockets(place, variables, options)
         }
     }
@@ -160,17 +154,16 @@ fn secret(place: &Place, variables: &Variables) -> Result<Secret> {
 
 fn take_part(
     job: &mut Joined,
-    prediction: &Prediction,
+    work: &Work<'_>,
     options: &RunOptions,
     progress: &Progress,
 ) -> Result<Measured> {
-    let plan = &prediction.plan;
     let rank = job.rank;
     let flight = options.flight.as_ref().map(|path| path.with_extension(format!("{rank}.json")));
-    let deadline_ms = options.deadline_ms(prediction.seconds());
-    let part = Part { plan, rank, repeat: options.repeat, deadline_ms, flight };
+    let deadline_ms = options.deadline_ms(work.predicted_s);
+    let part = Part { task: work.task, rank, repeat: options.repeat, deadline_ms, flight };
     let meeting = &mut *job.meeting;
-    let summary = match plan.problem.meshes_of_ranks().contains_key(&rank) {
+    let summary = match work.task.ranks().contains(&rank) {
         true => {
             let links = part.connect(meeting, Deadline::after(options.arrive))?;
             part.take(meeting, links, |round| progress.say(&format!("run {round} of {}", options.repeat)))

@@ -24,6 +24,7 @@ mod report;
 mod runner;
 mod suite;
 mod summary;
+mod task;
 
 /// What a command found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

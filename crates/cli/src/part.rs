@@ -11,14 +11,14 @@ use crossmesh_comm::clock::{Clock, Monotonic};
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::EngineOptions;
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, execute, peers_of};
+use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, peers_of};
 use crossmesh_comm::rendezvous::{Abort, Fault, Links, Log, Meeting, OnAbort, RendezvousError};
 use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::{Plan, lower};
 use serde::{Deserialize, Serialize};
 
 use crate::output;
+use crate::task::Task;
 
 /// An aborted rank has this long to come to its own end, and write down where it stood.
 const LAST_WORDS: Duration = Duration::from_millis(700);
@@ -46,7 +46,7 @@ pub struct Summary {
 
 /// What a rank has to do.
 pub struct Part<'a> {
-    pub plan: &'a Plan,
+    pub task: &'a Task<'a>,
     pub rank: Rank,
     pub repeat: u32,
     /// How long nothing may move.
@@ -58,7 +58,7 @@ pub struct Part<'a> {
 impl Part<'_> {
     /// Connects with the ranks that the plan needs.
     pub fn connect(&self, meeting: &mut dyn Meeting, deadline: Deadline) -> Result<Links, RendezvousError> {
-        let peers: BTreeSet<Rank> = peers_of(&lower(self.plan), self.rank).into_iter().collect();
+        let peers: BTreeSet<Rank> = peers_of(self.task.program(), self.rank).into_iter().collect();
         meeting.connect(&peers, deadline)
     }
 
@@ -80,7 +80,7 @@ impl Part<'_> {
             on_round(started_ns.len() as u32);
             Ok(())
         };
-        match execute(self.plan, self.rank, links, &options, &mut barrier) {
+        match self.task.execute(self.rank, links, &options, &mut barrier) {
             Ok(report) => Ok(summary(report, started_ns)),
             Err(failure) => {
                 write_flight(self.flight.as_deref(), &failure);

@@ -12,8 +12,8 @@ use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
 use crossmesh_comm::usage::ExtraMemory;
+use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
-use crossmesh_core::reshard::Plan;
 
 use crate::commands::launch::free_port;
 use crate::commands::rank::Said;
@@ -21,6 +21,7 @@ use crate::joined;
 use crate::output::Progress;
 use crate::part::Summary;
 use crate::predict::Prediction;
+use crate::task::Task;
 
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 512;
@@ -115,26 +116,46 @@ impl fmt::Display for RunFailed {
     }
 }
 
-/// Runs a plan that was predicted: as a rank, where a launcher says that this process is one; else with processes of its own.
+/// What is to be run, by one process per rank.
+pub struct Work<'a> {
+    pub task: &'a Task<'a>,
+    /// What the task is made from, by every rank for itself.
+    pub document: String,
+    pub cluster: &'a Cluster,
+    pub topology: &'a Topology,
+    pub predicted_s: f64,
+}
+
+/// Runs a plan that was predicted.
 pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progress) -> Result<Measured> {
-    if let Some(measured) = joined::run_plan(prediction, options, progress)? {
+    let problem = &prediction.plan.problem;
+    let work = Work {
+        task: &Task::of_plan(&prediction.plan),
+        document: prediction.document(),
+        cluster: &problem.cluster,
+        topology: &problem.topology,
+        predicted_s: prediction.seconds(),
+    };
+    run_work(&work, options, progress)
+}
+
+/// Runs a plan or a step: as a rank, where a launcher says that this process is one; else with processes of its own.
+pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> Result<Measured> {
+    if let Some(measured) = joined::run_work(work, options, progress)? {
         return Ok(measured);
     }
     let signals = Signals::watch()?;
-    let plan = &prediction.plan;
-    let ranks: Vec<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
+    let ranks = work.task.ranks();
     if ranks.len() > MAX_PROCESSES {
         bail!("{} ranks are too many for one machine\nhint: up to {MAX_PROCESSES}", ranks.len());
     }
     // Declared before the job: its processes end before their hosts and the plan's folder go.
     let folder =
         tempfile::Builder::new().prefix("crossmesh-run-").tempdir().context("no folder for the plan")?;
-    std::fs::write(folder.path().join("plan.json"), prediction.document())
-        .context("cannot write the plan")?;
-    let site = Site::of(plan, &ranks, options.emulate)?;
+    std::fs::write(folder.path().join("work.json"), &work.document).context("cannot write the plan")?;
+    let site = Site::of(work, &ranks, options.emulate)?;
     let secret = Secret::generate()?;
-    let processes =
-        ranks.iter().map(|rank| process(prediction, options, &site, *rank, &secret, folder.path()));
+    let processes = ranks.iter().map(|rank| process(work, options, &site, *rank, &secret, folder.path()));
     let heard = Arc::new(Heard::default());
     let job = Job::start(processes.collect::<Result<_>>()?, listen(&heard, options.repeat), GRACE)?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
@@ -145,7 +166,7 @@ pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progre
     if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
         return Ok(combine(&summaries, options.repeat, Started::ByUs));
     }
-    save_flight(options, prediction, folder.path());
+    save_flight(options, work, folder.path());
     let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
     Err(RunFailed { outcome, said }.into())
 }
@@ -160,19 +181,19 @@ struct Site {
 }
 
 impl Site {
-    fn of(plan: &Plan, ranks: &[Rank], emulate: bool) -> Result<Self> {
-        let mut hosts: Vec<HostId> = ranks.iter().map(|rank| plan.problem.topology.host(*rank)).collect();
+    fn of(work: &Work<'_>, ranks: &[Rank], emulate: bool) -> Result<Self> {
+        let mut hosts: Vec<HostId> = ranks.iter().map(|rank| work.topology.host(*rank)).collect();
         hosts.sort_unstable();
         hosts.dedup();
         if !emulate {
             let (master_addr, master_port) = ("127.0.0.1".into(), free_port()?);
             return Ok(Self { hosts, emulation: None, master_addr, master_port });
         }
-        if !plan.problem.cluster.tiers.is_empty() {
+        if !work.cluster.tiers.is_empty() {
             bail!("tiers of switches cannot be emulated yet\nhint: describe a cluster without [[tier]]");
         }
         let rate = |host: &HostId| {
-            let host = &plan.problem.cluster.hosts[host.index()];
+            let host = &work.cluster.hosts[host.index()];
             NicRate { out_bytes_per_s: host.out_bytes_per_s(), in_bytes_per_s: host.in_bytes_per_s() }
         };
         let emulation = Emulation::up(&hosts.iter().map(rate).collect::<Vec<_>>())?;
@@ -183,14 +204,14 @@ impl Site {
 }
 
 fn process(
-    prediction: &Prediction,
+    work: &Work<'_>,
     options: &RunOptions,
     site: &Site,
     rank: Rank,
     secret: &Secret,
     folder: &std::path::Path,
 ) -> Result<Process> {
-    let topology = &prediction.plan.problem.topology;
+    let topology = work.topology;
     let host = topology.host(rank);
     let index = site.hosts.binary_search(&host).expect("every rank's host is listed");
     let place = Place {
@@ -205,10 +226,11 @@ fn process(
     let mut env = place.to_variables();
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     env.insert(HOST_VARIABLE.into(), host.to_string());
-    let mut args = vec!["rank".to_string(), "--plan".into(), folder.join("plan.json").display().to_string()];
+    let document = folder.join("work.json").display().to_string();
+    let mut args = vec!["rank".to_string(), work.task.flag().into(), document];
     let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);
     flag("--repeat", options.repeat.to_string());
-    flag("--deadline-ms", options.deadline_ms(prediction.seconds()).to_string());
+    flag("--deadline-ms", options.deadline_ms(work.predicted_s).to_string());
     flag("--arrive-ms", options.arrive.as_millis().to_string());
     flag("--flight", folder.display().to_string());
     Ok(Process {
@@ -271,14 +293,14 @@ pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured
 }
 
 /// Puts the records of all ranks, and the plan, into one file.
-fn save_flight(options: &RunOptions, prediction: &Prediction, folder: &std::path::Path) {
+fn save_flight(options: &RunOptions, work: &Work<'_>, folder: &std::path::Path) {
     let Some(path) = &options.flight else { return };
     let read = |rank: u32| {
         let text = std::fs::read_to_string(folder.join(format!("{}.json", Rank(rank)))).ok()?;
         serde_json::from_str::<serde_json::Value>(&text).ok()
     };
-    let ranks = prediction.plan.problem.topology.num_ranks() as u32;
-    let plan: serde_json::Value = serde_json::from_str(&prediction.document()).unwrap_or_default();
+    let ranks = work.topology.num_ranks() as u32;
+    let plan: serde_json::Value = serde_json::from_str(&work.document).unwrap_or_default();
     let record = serde_json::json!({
         "schema": "crossmesh.flight/1",
         "plan": plan,

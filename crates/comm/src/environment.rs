@@ -124,7 +124,15 @@ fn who_told(variables: &Variables) -> Option<&'static Launcher> {
 /// The launcher that made this process a rank, if one did, and how many ranks it says there are.
 pub fn launcher(variables: &Variables) -> Option<(&'static str, Option<u32>)> {
     let launcher = who_told(variables)?;
-    Some((launcher.name, number(launcher.world, variables).ok().flatten()))
+    Some((launcher.name_in(variables), number(launcher.world, variables).ok().flatten()))
+}
+
+impl Launcher {
+    /// Our own has torchrun's variables, and one more.
+    fn name_in(&self, variables: &Variables) -> &'static str {
+        let ours = self.name == "torchrun" && variables.contains_key(LAUNCHER_VARIABLE);
+        if ours { "crossmesh launch" } else { self.name }
+    }
 }
 
 /// The place that flags and variables give this process.
@@ -149,11 +157,7 @@ pub fn place(flags: &Flags, variables: &Variables) -> Result<Place, EnvironmentE
         number(launcher.local_rank, variables)?.unwrap_or(rank % local_world.unwrap_or(world).max(1));
     let all_here = local_world == Some(world) || (launcher.name == "Slurm" && meeting::one_node(variables));
     let (master_addr, master_port) = meeting::master(flags, variables, launcher.name, all_here)?;
-    let launcher = match (told, variables.contains_key(LAUNCHER_VARIABLE)) {
-        (None, _) => "flags",
-        (Some(launcher), true) if launcher.name == "torchrun" => "crossmesh launch",
-        (Some(launcher), _) => launcher.name,
-    };
+    let launcher = if told.is_some() { launcher.name_in(variables) } else { "flags" };
     Ok(Place { rank: Rank(rank), world, local_rank, local_world, master_addr, master_port, launcher })
 }
 

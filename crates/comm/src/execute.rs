@@ -63,6 +63,14 @@ pub struct RankReport {
 }
 
 impl RankReport {
+    /// Takes down one more repetition.
+    pub(crate) fn note(&mut self, done: &JobReport) {
+        self.seconds.push(done.seconds);
+        self.bytes_sent = done.bytes_sent;
+        self.bytes_received = done.bytes_received;
+        self.ops = done.ops.iter().map(|span| (span.start_s, span.end_s)).collect();
+    }
+
     /// Of a rank that has nothing to do.
     pub fn idle(rank: Rank) -> Self {
         Self {
@@ -99,7 +107,7 @@ pub fn peers_of(program: &Program, rank: Rank) -> Vec<Rank> {
     let peer = |kind: &OpKind| match *kind {
         OpKind::Send { to, .. } => Some(to),
         OpKind::Recv { from, .. } => Some(from),
-        OpKind::Copy { .. } => None,
+        OpKind::Copy { .. } | OpKind::Compute { .. } => None,
     };
     let mut peers: Vec<Rank> =
         program.ranks[rank.index()].ops.iter().filter_map(|op| peer(&op.kind)).collect();
@@ -196,10 +204,7 @@ impl Run<'_> {
     }
 
     fn note(&self, report: &mut RankReport, done: JobReport) {
-        report.seconds.push(done.seconds);
-        report.bytes_sent = done.bytes_sent;
-        report.bytes_received = done.bytes_received;
-        report.ops = done.ops.iter().map(|span| (span.start_s, span.end_s)).collect();
+        report.note(&done);
         if self.check
             && let Some(wrong) = pattern::check_destinations(self.plan, self.buffers)
         {

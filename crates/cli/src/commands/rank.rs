@@ -22,16 +22,19 @@ use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
 
 use crate::Answer;
-use crate::input::{PlanFile, read_plan};
 use crate::output;
 use crate::part::{Part, Summary, leave_soon, log, say_once};
+use crate::task::Task;
 
-/// Run one rank of a plan; `crossmesh run` starts these.
+/// Run one rank of a plan or a step; `crossmesh run` and `crossmesh bench` start these.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The plan document
-    #[arg(long, value_name = "FILE")]
-    plan: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "step")]
+    plan: Option<PathBuf>,
+    /// The document of a training step
+    #[arg(long, value_name = "FILE", conflicts_with = "plan")]
+    step: Option<PathBuf>,
     #[arg(long, default_value_t = 1)]
     repeat: u32,
     /// How long nothing may move
@@ -57,15 +60,15 @@ pub fn run(args: &Args) -> Result<Answer> {
     let variables = variables();
     let place = place(&Flags::default(), &variables)?;
     let secret = Secret::from_variables(&variables)?.context("no secret was given to this rank")?;
-    let PlanFile { plan, .. } = read_plan(&args.plan)?;
+    let task = Task::read(args.plan.as_deref(), args.step.as_deref())?;
     let arrive = Deadline::after(Duration::from_millis(args.arrive_ms));
     let said = Arc::new(AtomicBool::new(false));
-    let roster: BTreeSet<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
+    let roster: BTreeSet<Rank> = task.ranks().into_iter().collect();
     let (rank, first) = (place.rank, roster.first() == Some(&place.rank));
     let (host, on_abort) = (host_name(&variables), leave_soon(said.clone()));
     let mut meeting = OverSockets::meet(place, &host, roster, secret, arrive, log(), on_abort)?;
     let flight = args.flight.as_ref().map(|folder| folder.join(format!("{rank}.json")));
-    let part = Part { plan: &plan, rank, repeat: args.repeat, deadline_ms: args.deadline_ms, flight };
+    let part = Part { task: &task, rank, repeat: args.repeat, deadline_ms: args.deadline_ms, flight };
     let links = part.connect(&mut meeting, arrive)?;
     let on_round = |round| {
         if first {

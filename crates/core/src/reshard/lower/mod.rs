@@ -100,6 +100,7 @@ mod tests {
                     format!("{from} t{tag} {} {}", if reduce { "+>" } else { "->" }, buffer(into))
                 }
                 OpKind::Copy { from, into } => format!("{} => {}", buffer(from), buffer(into)),
+                OpKind::Compute { pass, .. } => format!("pass {pass}"),
             };
             for dep in rank.deps(op) {
                 line += &format!(" {}{}", if dep.kind == DepKind::Stream { "~" } else { "" }, dep.op);
