@@ -44,6 +44,7 @@ pub struct RankBuffers {
     pub src: Vec<Vec<HeldBox>>,
     pub dst: Vec<Vec<HeldBox>>,
     stages: Vec<u64>,
+    tensor_bytes: u64,
 }
 
 /// Where an op reads and writes. A send has no `into`, a receive no `from`.
@@ -55,7 +56,7 @@ pub struct OpPlaces {
 
 impl RankBuffers {
     pub fn allocate(plan: &Plan, program: &RankProgram, rank: Rank, sharing: Sharing) -> io::Result<Self> {
-        let mut next = 0;
+        let (mut next, mut tensor_bytes) = (0, 0);
         let mut take = |bytes: u64| {
             let base = next;
             next = (base + bytes).next_multiple_of(ALIGN);
@@ -64,7 +65,12 @@ impl RankBuffers {
         let mut shard = |placed: &Placed| -> Vec<HeldBox> {
             let element = placed.layout.dtype().bytes();
             let boxes = shard_of(placed, rank).into_iter();
-            boxes.map(|region| HeldBox { base: take(region.volume() * element), region }).collect()
+            let held = |region: Region| {
+                let bytes = region.volume() * element;
+                tensor_bytes += bytes;
+                HeldBox { base: take(bytes), region }
+            };
+            boxes.map(held).collect()
         };
         let reshards = &plan.problem.reshards;
         let src = reshards.iter().map(|r| shard(&r.src)).collect();
@@ -74,7 +80,12 @@ impl RankBuffers {
             Sharing::Private => Memory::private(next)?,
             Sharing::Host => Memory::shared(next)?,
         };
-        Ok(Self { memory: Arc::new(memory), src, dst, stages })
+        Ok(Self { memory: Arc::new(memory), src, dst, stages, tensor_bytes })
+    }
+
+    /// What its shards hold, without staging buffers.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensor_bytes
     }
 
     /// The places of every op, or the op that has none and why.

@@ -29,5 +29,6 @@ pub mod pattern;
 pub mod rendezvous;
 pub mod step;
 pub mod transport;
+pub mod usage;
 pub mod view;
 pub mod wire;
