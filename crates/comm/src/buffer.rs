@@ -144,7 +144,7 @@ fn ends(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
     match op.kind {
         OpKind::Send { from, .. } => (Some(from), None),
         OpKind::Recv { into, .. } => (None, Some(into)),
-        OpKind::Copy { from, into } => (Some(from), Some(into)),
+        OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
     }
 }
 
@@ -169,14 +169,18 @@ impl Boxes<'_> {
             let (from, into) = ends(op);
             let staged = [from, into].into_iter().flatten().find(|b| matches!(b, Buffer::Stage(_)));
             let Some(buffer) = staged else { continue };
-            if matches!(op.kind, OpKind::Recv { .. }) {
+            if matches!(op.kind, OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. }) {
                 held[i] = Some(op.region);
             }
             for dep in ops.deps(op) {
                 let filler = &ops.ops[dep.op as usize];
                 let fills = ends(filler).1 == Some(buffer) && filler.tensor == op.tensor && filler.bytes > 0;
                 match filler.kind {
-                    OpKind::Recv { .. } if fills && from == Some(buffer) => held[i] = Some(filler.region),
+                    OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. } => {
+                        if fills && from == Some(buffer) {
+                            held[i] = Some(filler.region);
+                        }
+                    }
                     OpKind::Copy { .. } if fills => {
                         held[i] = held[i].or(Some(op.region));
                         held[dep.op as usize] = Some(op.region);

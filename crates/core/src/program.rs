@@ -97,9 +97,10 @@ pub enum OpKind {
         into: Buffer,
         reduce: bool,
     },
-    /// Inside the rank's own memory.
+    /// Inside the rank's own memory. With `reduce`, combined with what is there.
     Copy {
         from: Buffer,
         into: Buffer,
+        reduce: bool,
     },
 }

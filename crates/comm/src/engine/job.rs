@@ -50,7 +50,9 @@ impl JobSpec {
     fn checked(self, me: Rank) -> Result<Self, CommError> {
         for (i, op) in (0..).zip(&self.program.ops) {
             let tensor = &self.tensors[op.tensor as usize];
-            if matches!(op.kind, OpKind::Recv { reduce: true, .. }) && tensor.combine.is_none() {
+            let adds =
+                matches!(op.kind, OpKind::Recv { reduce: true, .. } | OpKind::Copy { reduce: true, .. });
+            if adds && tensor.combine.is_none() {
                 return Err(CommError::BadProgram { me, op: i, why: "its tensor cannot be added up" });
             }
             if self.program.deps(op).iter().any(|d| d.op as usize >= self.program.ops.len()) {

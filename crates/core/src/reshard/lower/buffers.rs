@@ -39,6 +39,8 @@ pub struct Combining {
     /// The rank's own part has to be in the buffer first.
     pub copy_own: bool,
     pub reduce: bool,
+    /// The rank's own part is added behind it.
+    pub then_own: bool,
 }
 
 /// A part of a box that has to be put together before it can be sent.
@@ -136,7 +138,9 @@ impl Buffers {
             if sides.src.is_partial() {
                 let copy_own = t.reduce && previous.is_none() && sides.src.contains(t.dst, region);
                 let reduce = t.reduce && (previous.is_some() || copy_own);
-                self.combining[i] = Combining { previous: previous.filter(|_| t.reduce), copy_own, reduce };
+                let previous = previous.filter(|_| t.reduce);
+                let then_own = t.then_own && sides.src.contains(t.dst, region);
+                self.combining[i] = Combining { previous, copy_own, reduce, then_own };
                 others.push(id);
             } else if !sides.src.contains(t.src, region) {
                 match sides.dst.contains(t.src, region) {

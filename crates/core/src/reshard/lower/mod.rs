@@ -99,7 +99,9 @@ mod tests {
                 OpKind::Recv { from, tag, into, reduce, .. } => {
                     format!("{from} t{tag} {} {}", if reduce { "+>" } else { "->" }, buffer(into))
                 }
-                OpKind::Copy { from, into } => format!("{} => {}", buffer(from), buffer(into)),
+                OpKind::Copy { from, into, reduce } => {
+                    format!("{} {} {}", buffer(from), if reduce { "+=>" } else { "=>" }, buffer(into))
+                }
             };
             for dep in rank.deps(op) {
                 line += &format!(" {}{}", if dep.kind == DepKind::Stream { "~" } else { "" }, dep.op);
