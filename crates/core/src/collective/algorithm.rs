@@ -199,7 +199,7 @@ impl Blocks<'_> {
             (_, Shape::Line) if self.in_order => {
                 let mut way = team.gather_in_order(shape, team.last_of_group(), 0);
                 way.spread = team.spread_back();
-                vec![(whole, way)]
+                self.pieces(whole).map(|piece| (piece, way.clone())).collect()
             }
             (_, Shape::Star) => self.blocks(whole, team.group.len(), |i| (team.group[i], 0)),
             (_, Shape::Line) => {

@@ -159,7 +159,8 @@ impl<S: Sink> Emitter<'_, S> {
             let parts = self.buffers.assembled.get(&id).map_or(0, Vec::len) as u32;
             self.send_ops[id.index()] = place(t.src, parts + 1);
             let combining = self.buffers.combining(id);
-            let copies = u32::from(combining.copy_own) + u32::from(combining.then_own);
+            let copies = [combining.copy_own, combining.lands_in.is_some(), combining.then_own];
+            let copies = copies.map(u32::from).iter().sum::<u32>();
             self.recv_ops[id.index()] = place(t.dst, copies + 1);
         }
     }
@@ -186,7 +187,11 @@ impl<S: Sink> Emitter<'_, S> {
             a.dst == t.src && a.tensor == t.tensor && same()
         };
         let last = self.plan.after(t).iter().filter(brings).max().copied();
-        last.filter(|last| !self.buffers.combining(*last).then_own)
+        let passes_through = |id: &TransferId| {
+            let combining = self.buffers.combining(*id);
+            !combining.then_own && combining.lands_in.is_none()
+        };
+        last.filter(passes_through)
     }
 
     fn wait_of(&self, t: &Transfer, id: TransferId, streamed: Option<TransferId>) -> Wait {
@@ -284,14 +289,29 @@ impl<S: Sink> Emitter<'_, S> {
         let receives = waits.iter().filter_map(|w| if let Wait::Recv(dep) = w { Some(*dep) } else { None });
         self.deps.extend(receives);
         self.wait_for(combining.copy_own.then(|| place - 1));
-        self.wait_for(combining.previous.map(|p| self.recv_ops[p.index()]));
-        let kind = OpKind::Recv { from: t.src, lane: t.lane, tag: id.0, into, reduce: combining.reduce };
-        self.push(t.dst, kind, What::of(t));
-        if combining.then_own {
-            self.wait_for([place]);
-            self.recv_ops[id.index()] = place + 1;
-            self.push(t.dst, OpKind::Copy { from: Buffer::Src, into, reduce: true }, What::of(t));
+        let previous = combining.previous.map(|p| self.recv_ops[p.index()]);
+        let recv = |into, reduce| OpKind::Recv { from: t.src, lane: t.lane, tag: id.0, into, reduce };
+        match combining.lands_in.map(|staged| self.buffers.in_program(Buffer::Stage(staged))) {
+            None => {
+                self.wait_for(previous);
+                self.push(t.dst, recv(into, combining.reduce), What::of(t));
+            }
+            Some(landing) => {
+                self.push(t.dst, recv(landing, false), What::of(t));
+                self.wait_for(previous);
+                self.add_behind(id, t, landing, into);
+            }
         }
+        if combining.then_own {
+            self.add_behind(id, t, Buffer::Src, into);
+        }
+    }
+
+    /// Adds what is in a buffer of the receiver once the transfer has got so far; then it has got that far.
+    fn add_behind(&mut self, id: TransferId, t: &Transfer, from: Buffer, into: Buffer) {
+        self.wait_for([self.recv_ops[id.index()]]);
+        self.recv_ops[id.index()] = self.sink.num_ops(t.dst);
+        self.push(t.dst, OpKind::Copy { from, into, reduce: true }, What::of(t));
     }
 
     /// Puts the receiver's own part of a sum where the others will be added, once the memory is free.
