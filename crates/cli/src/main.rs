@@ -13,8 +13,10 @@ use clap::{CommandFactory, Parser, Subcommand};
 mod chrome;
 mod commands;
 mod input;
+mod joined;
 mod links;
 mod output;
+mod part;
 mod predict;
 #[cfg(test)]
 mod reference;
@@ -22,6 +24,7 @@ mod report;
 mod runner;
 mod suite;
 mod summary;
+mod task;
 
 /// What a command found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +77,7 @@ fn main() -> ExitCode {
         Command::Launch(args) => commands::launch::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),
     };
+    joined::leave(answer.is_ok());
     match answer {
         Ok(Answer::Yes) => ExitCode::SUCCESS,
         Ok(Answer::No) => ExitCode::from(1),

@@ -6,6 +6,7 @@
 use std::fmt::Write as _;
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
@@ -18,8 +19,23 @@ pub enum Format {
     Json,
 }
 
+/// Whether this process answers. Of a job that was started by somebody else, only the first rank does.
+static ANSWERS: AtomicBool = AtomicBool::new(true);
+
+/// From now on somebody else answers.
+pub fn leave_answers_to_the_first_rank() {
+    ANSWERS.store(false, Ordering::Relaxed);
+}
+
+fn answers() -> bool {
+    ANSWERS.load(Ordering::Relaxed)
+}
+
 /// Writes an answer to stdout.
 pub fn print(text: &str) -> Result<()> {
+    if !answers() {
+        return Ok(());
+    }
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("cannot write to stdout"),
@@ -38,11 +54,29 @@ pub fn to_json(value: &impl serde::Serialize) -> Result<String> {
 
 /// Writes a file, or names it and the reason.
 pub fn write_file(path: &Path, text: &str) -> Result<()> {
+    if !answers() {
+        return Ok(());
+    }
     std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// An error that was told already.
+#[derive(Debug)]
+pub struct Told;
+
+impl std::error::Error for Told {}
+
+impl std::fmt::Display for Told {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("it was told already")
+    }
 }
 
 /// `error: what: why`, then the lines that point and the hints as they are.
 pub fn print_error(error: &anyhow::Error) {
+    if error.is::<Told>() {
+        return;
+    }
     // stderr may be closed too; there is nobody left to tell.
     let _ = std::io::stderr().write_all(error_text(error).as_bytes());
 }
@@ -67,7 +101,7 @@ impl Progress {
     }
 
     pub fn say(&self, what: &str) {
-        if self.shown {
+        if self.shown && answers() {
             let _ = write!(std::io::stderr(), "\r\x1b[2K{what}");
         }
     }

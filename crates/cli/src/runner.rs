@@ -11,13 +11,16 @@ use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
+use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
-use crossmesh_core::reshard::Plan;
 
 use crate::commands::launch::free_port;
-use crate::commands::rank::{Said, Summary};
+use crate::commands::rank::Said;
+use crate::joined;
 use crate::output::Progress;
+use crate::part::Summary;
 use crate::predict::Prediction;
+use crate::task::Task;
 
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 512;
@@ -37,6 +40,25 @@ pub struct RunOptions {
     pub arrive: Duration,
     /// Where to write, after a failure, how far every op of every rank was.
     pub flight: Option<std::path::PathBuf>,
+    /// Start processes here, even where this one is a rank of a job.
+    pub standalone: bool,
+    /// A job may have more ranks than the plan.
+    pub spare_ranks: bool,
+}
+
+impl RunOptions {
+    /// How long nothing may move, in milliseconds.
+    pub fn deadline_ms(&self, predicted_s: f64) -> u64 {
+        let deadline = self.deadline.unwrap_or_else(|| default_deadline(predicted_s));
+        (deadline.as_millis() as u64).max(1)
+    }
+}
+
+/// Who started the processes of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Started {
+    ByUs,
+    ByOthers { launcher: &'static str, hosts: usize },
 }
 
 /// What a run showed.
@@ -47,6 +69,7 @@ pub struct Measured {
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
     pub peak_rss_bytes: Option<u64>,
+    pub started: Started,
 }
 
 impl Measured {
@@ -90,23 +113,46 @@ impl fmt::Display for RunFailed {
     }
 }
 
+/// What is to be run, by one process per rank.
+pub struct Work<'a> {
+    pub task: &'a Task<'a>,
+    /// What the task is made from, by every rank for itself.
+    pub document: String,
+    pub cluster: &'a Cluster,
+    pub topology: &'a Topology,
+    pub predicted_s: f64,
+}
+
 /// Runs a plan that was predicted.
 pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progress) -> Result<Measured> {
+    let problem = &prediction.plan.problem;
+    let work = Work {
+        task: &Task::of_plan(&prediction.plan),
+        document: prediction.document(),
+        cluster: &problem.cluster,
+        topology: &problem.topology,
+        predicted_s: prediction.seconds(),
+    };
+    run_work(&work, options, progress)
+}
+
+/// Runs a plan or a step: as a rank, where a launcher says that this process is one; else with processes of its own.
+pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> Result<Measured> {
+    if let Some(measured) = joined::run_work(work, options, progress)? {
+        return Ok(measured);
+    }
     let signals = Signals::watch()?;
-    let plan = &prediction.plan;
-    let ranks: Vec<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
+    let ranks = work.task.ranks();
     if ranks.len() > MAX_PROCESSES {
         bail!("{} ranks are too many for one machine\nhint: up to {MAX_PROCESSES}", ranks.len());
     }
     // Declared before the job: its processes end before their hosts and the plan's folder go.
     let folder =
         tempfile::Builder::new().prefix("crossmesh-run-").tempdir().context("no folder for the plan")?;
-    std::fs::write(folder.path().join("plan.json"), prediction.document())
-        .context("cannot write the plan")?;
-    let site = Site::of(plan, &ranks, options.emulate)?;
+    std::fs::write(folder.path().join("work.json"), &work.document).context("cannot write the plan")?;
+    let site = Site::of(work, &ranks, options.emulate)?;
     let secret = Secret::generate()?;
-    let processes =
-        ranks.iter().map(|rank| process(prediction, options, &site, *rank, &secret, folder.path()));
+    let processes = ranks.iter().map(|rank| process(work, options, &site, *rank, &secret, folder.path()));
     let heard = Arc::new(Heard::default());
     let job = Job::start(processes.collect::<Result<_>>()?, listen(&heard, options.repeat), GRACE)?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
@@ -115,9 +161,9 @@ pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progre
     let summaries = std::mem::take(&mut *heard.summaries.lock().expect("no thread panics with it"));
     let wrong_answer = matches!(outcome, Outcome::Failed { status, .. } if status.code() == Some(1));
     if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
-        return Ok(measured(&summaries, options.repeat));
+        return Ok(combine(&summaries, options.repeat, Started::ByUs));
     }
-    save_flight(options, prediction, folder.path());
+    save_flight(options, work, folder.path());
     let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
     Err(RunFailed { outcome, said }.into())
 }
@@ -132,19 +178,19 @@ struct Site {
 }
 
 impl Site {
-    fn of(plan: &Plan, ranks: &[Rank], emulate: bool) -> Result<Self> {
-        let mut hosts: Vec<HostId> = ranks.iter().map(|rank| plan.problem.topology.host(*rank)).collect();
+    fn of(work: &Work<'_>, ranks: &[Rank], emulate: bool) -> Result<Self> {
+        let mut hosts: Vec<HostId> = ranks.iter().map(|rank| work.topology.host(*rank)).collect();
         hosts.sort_unstable();
         hosts.dedup();
         if !emulate {
             let (master_addr, master_port) = ("127.0.0.1".into(), free_port()?);
             return Ok(Self { hosts, emulation: None, master_addr, master_port });
         }
-        if !plan.problem.cluster.tiers.is_empty() {
+        if !work.cluster.tiers.is_empty() {
             bail!("tiers of switches cannot be emulated yet\nhint: describe a cluster without [[tier]]");
         }
         let rate = |host: &HostId| {
-            let host = &plan.problem.cluster.hosts[host.index()];
+            let host = &work.cluster.hosts[host.index()];
             NicRate { out_bytes_per_s: host.out_bytes_per_s(), in_bytes_per_s: host.in_bytes_per_s() }
         };
         let emulation = Emulation::up(&hosts.iter().map(rate).collect::<Vec<_>>())?;
@@ -155,14 +201,14 @@ impl Site {
 }
 
 fn process(
-    prediction: &Prediction,
+    work: &Work<'_>,
     options: &RunOptions,
     site: &Site,
     rank: Rank,
     secret: &Secret,
     folder: &std::path::Path,
 ) -> Result<Process> {
-    let topology = &prediction.plan.problem.topology;
+    let topology = work.topology;
     let host = topology.host(rank);
     let index = site.hosts.binary_search(&host).expect("every rank's host is listed");
     let place = Place {
@@ -177,11 +223,11 @@ fn process(
     let mut env = place.to_variables();
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     env.insert(HOST_VARIABLE.into(), host.to_string());
-    let deadline = options.deadline.unwrap_or_else(|| default_deadline(prediction.seconds()));
-    let mut args = vec!["rank".to_string(), "--plan".into(), folder.join("plan.json").display().to_string()];
+    let document = folder.join("work.json").display().to_string();
+    let mut args = vec!["rank".to_string(), work.task.flag().into(), document];
     let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);
     flag("--repeat", options.repeat.to_string());
-    flag("--deadline-ms", deadline.as_millis().max(1).to_string());
+    flag("--deadline-ms", options.deadline_ms(work.predicted_s).to_string());
     flag("--arrive-ms", options.arrive.as_millis().to_string());
     flag("--flight", folder.display().to_string());
     Ok(Process {
@@ -220,12 +266,15 @@ fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
     })
 }
 
-/// All ranks of a run share the machine's clock.
-fn measured(summaries: &[Summary], repeat: u32) -> Measured {
+/// Puts together what the ranks saw. Those of one machine share its clock; ranks of several are taken to have started
+/// together, when the barrier opened.
+pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured {
+    let one_clock = summaries.windows(2).all(|pair| pair[0].machine == pair[1].machine);
     let span = |run: usize| {
-        let start = summaries.iter().map(|s| s.started_ns[run]).min().unwrap_or(0);
-        let end = |s: &Summary| (s.started_ns[run] - start) as f64 / 1e9 + s.seconds[run];
-        summaries.iter().map(end).fold(0.0, f64::max)
+        let took_part = || summaries.iter().filter(|s| run < s.seconds.len());
+        let start = took_part().map(|s| s.started_ns[run]).min().unwrap_or(0);
+        let late_s = |s: &Summary| if one_clock { (s.started_ns[run] - start) as f64 / 1e9 } else { 0.0 };
+        took_part().map(|s| late_s(s) + s.seconds[run]).fold(0.0, f64::max)
     };
     Measured {
         seconds: (0..repeat as usize).map(span).collect(),
@@ -235,18 +284,19 @@ fn measured(summaries: &[Summary], repeat: u32) -> Measured {
             .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
             .collect(),
         peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
+        started,
     }
 }
 
 /// Puts the records of all ranks, and the plan, into one file.
-fn save_flight(options: &RunOptions, prediction: &Prediction, folder: &std::path::Path) {
+fn save_flight(options: &RunOptions, work: &Work<'_>, folder: &std::path::Path) {
     let Some(path) = &options.flight else { return };
     let read = |rank: u32| {
         let text = std::fs::read_to_string(folder.join(format!("{}.json", Rank(rank)))).ok()?;
         serde_json::from_str::<serde_json::Value>(&text).ok()
     };
-    let ranks = prediction.plan.problem.topology.num_ranks() as u32;
-    let plan: serde_json::Value = serde_json::from_str(&prediction.document()).unwrap_or_default();
+    let ranks = work.topology.num_ranks() as u32;
+    let plan: serde_json::Value = serde_json::from_str(&work.document).unwrap_or_default();
     let record = serde_json::json!({
         "schema": "crossmesh.flight/1",
         "plan": plan,

@@ -17,7 +17,7 @@ use std::fmt;
 use crossmesh_core::id::Rank;
 
 use crate::deadline::{Deadline, Stream, StreamError, read_exact_by, write_all_by};
-use crate::environment::Variables;
+use crate::environment::{JobName, Variables};
 
 /// The version of everything that travels between ranks. Both sides must have the same.
 pub const WIRE_VERSION: u16 = 1;
@@ -67,6 +67,12 @@ impl Secret {
             Ok(text) => Self::from_text(&text).map(Some),
             Err(cause) => Err(AuthError::SecretFile { path: path.clone(), cause }),
         }
+    }
+
+    /// The secret of a job that was given none: made of its launcher's name for it. It keeps jobs apart; whether it
+    /// keeps strangers out depends on the name.
+    pub fn of_job(name: &JobName) -> Self {
+        Self(blake3::derive_key("crossmesh 1 job secret from the launcher's name", name.text.as_bytes()))
     }
 
     /// The form that is handed to the processes of a job, in their environment.

@@ -145,6 +145,7 @@ fn ends(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
         OpKind::Send { from, .. } => (Some(from), None),
         OpKind::Recv { into, .. } => (None, Some(into)),
         OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
+        OpKind::Compute { .. } => (None, None),
     }
 }
 

@@ -6,19 +6,18 @@
 //!
 //! The first launcher in this order whose rank variable is there is believed, with all its variables: mpirun inside a
 //! Slurm allocation also sees `SLURM_PROCID`, which is why torchrun's names, which our own launcher uses too, come
-//! first. `MASTER_ADDR` and `MASTER_PORT` count under every launcher; Slurm's first node stands in for the address.
-//! It is a pure function of the variables, so tests need no processes.
+//! first. Where the ranks meet is in [`meeting`]. It is a pure function of the variables, so tests need no processes.
 
 use std::collections::BTreeMap;
 
 use crossmesh_core::id::Rank;
 
+mod meeting;
 mod nodelist;
 
+pub use meeting::{DEFAULT_PORT, JobName, MASTER_VARIABLE, job_name};
 pub use nodelist::expand_nodelist;
 
-/// The port where ranks meet, unless `MASTER_PORT` says another. torchrun's own default.
-pub const DEFAULT_PORT: u16 = 29500;
 /// More ranks than this are a typing mistake.
 pub const MAX_WORLD: u32 = 1 << 20;
 
@@ -65,9 +64,9 @@ pub enum EnvironmentError {
     #[error("{variable}={rank} is not below the world of {world}")]
     RankOutside { variable: &'static str, rank: u32, world: u32 },
     #[error(
-        "no one says where the ranks meet: MASTER_ADDR is not set\nhint: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there"
+        "no one says where the ranks meet: {launcher} does not, and MASTER_ADDR is not set\nhint: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there"
     )]
-    NoMaster,
+    NoMaster { launcher: &'static str },
     #[error("{list} is not a list of nodes: {why}\nhint: it should read like n[1-3,7],login")]
     Nodelist { list: String, why: &'static str },
 }
@@ -132,8 +131,13 @@ pub fn place(flags: &Flags, variables: &Variables) -> Result<Place, EnvironmentE
     let local_world = number(launcher.local_world, variables)?;
     let local_rank =
         number(launcher.local_rank, variables)?.unwrap_or(rank % local_world.unwrap_or(world).max(1));
-    let (master_addr, master_port) = master(flags, variables)?;
-    let launcher = if told.is_some() { launcher.name } else { "flags" };
+    let all_here = local_world == Some(world) || (launcher.name == "Slurm" && meeting::one_node(variables));
+    let (master_addr, master_port) = meeting::master(flags, variables, launcher.name, all_here)?;
+    let launcher = match (told, variables.contains_key(LAUNCHER_VARIABLE)) {
+        (None, _) => "flags",
+        (Some(launcher), true) if launcher.name == "torchrun" => "crossmesh launch",
+        (Some(launcher), _) => launcher.name,
+    };
     Ok(Place { rank: Rank(rank), world, local_rank, local_world, master_addr, master_port, launcher })
 }
 
@@ -165,29 +169,6 @@ fn bad(variable: &str, value: impl ToString, what: &'static str) -> EnvironmentE
     EnvironmentError::Bad { variable: variable.into(), value: value.to_string(), what }
 }
 
-fn master(flags: &Flags, variables: &Variables) -> Result<(String, u16), EnvironmentError> {
-    if let Some(text) = &flags.master {
-        let parsed = text.rsplit_once(':').and_then(|(addr, port)| Some((addr, port.parse().ok()?)));
-        let (addr, port) =
-            parsed.ok_or_else(|| bad("--master", text, "HOST:PORT, such as 10.0.0.1:29500"))?;
-        return Ok((addr.trim_matches(['[', ']']).into(), port));
-    }
-    let port = match variables.get("MASTER_PORT") {
-        None => DEFAULT_PORT,
-        Some(text) => text.trim().parse().map_err(|_| bad("MASTER_PORT", text, "a port from 0 to 65535"))?,
-    };
-    if let Some(addr) = variables.get("MASTER_ADDR").filter(|addr| !addr.trim().is_empty()) {
-        return Ok((addr.trim().into(), port));
-    }
-    for variable in ["SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
-        if let Some(list) = variables.get(variable) {
-            let first = expand_nodelist(list)?.into_iter().next().ok_or(EnvironmentError::NoMaster)?;
-            return Ok((first, port));
-        }
-    }
-    Err(EnvironmentError::NoMaster)
-}
-
 impl Place {
     /// The variables that say this again, in torchrun's names.
     pub fn to_variables(&self) -> Variables {
@@ -208,6 +189,9 @@ impl Place {
 /// The name of the variable that says which host a process is on, where that is not the machine's own name: emulated
 /// hosts share one.
 pub const HOST_VARIABLE: &str = "CROSSMESH_HOST";
+
+/// The name of the variable by which our own launcher is told from torchrun, whose other variables it sets.
+pub const LAUNCHER_VARIABLE: &str = "CROSSMESH_LAUNCHER";
 
 /// Ranks with the same answer share memory.
 pub fn host_name(variables: &Variables) -> String {

@@ -51,6 +51,30 @@ pub struct RankReport {
     pub started_ns: u64,
 }
 
+impl RankReport {
+    /// Takes down one more repetition.
+    pub(crate) fn note(&mut self, done: &JobReport) {
+        self.seconds.push(done.seconds);
+        self.bytes_sent = done.bytes_sent;
+        self.bytes_received = done.bytes_received;
+        self.ops = done.ops.iter().map(|span| (span.start_s, span.end_s)).collect();
+    }
+
+    /// Of a rank that has nothing to do.
+    pub fn idle(rank: Rank) -> Self {
+        Self {
+            rank,
+            seconds: vec![],
+            bytes_sent: 0,
+            bytes_received: 0,
+            verified: true,
+            wrong: None,
+            ops: vec![],
+            started_ns: 0,
+        }
+    }
+}
+
 /// Why a rank has nothing to report.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{error}")]
@@ -71,7 +95,7 @@ pub fn peers_of(program: &Program, rank: Rank) -> Vec<Rank> {
     let peer = |kind: &OpKind| match *kind {
         OpKind::Send { to, .. } => Some(to),
         OpKind::Recv { from, .. } => Some(from),
-        OpKind::Copy { .. } => None,
+        OpKind::Copy { .. } | OpKind::Compute { .. } => None,
     };
     let mut peers: Vec<Rank> =
         program.ranks[rank.index()].ops.iter().filter_map(|op| peer(&op.kind)).collect();
@@ -133,16 +157,7 @@ impl Run<'_> {
         times: u32,
         barrier: &mut Barrier<'_>,
     ) -> Result<RankReport, CommError> {
-        let mut report = RankReport {
-            rank: self.rank,
-            seconds: vec![],
-            bytes_sent: 0,
-            bytes_received: 0,
-            verified: self.check,
-            wrong: None,
-            ops: vec![],
-            started_ns: 0,
-        };
+        let mut report = RankReport { verified: self.check, ..RankReport::idle(self.rank) };
         for job in 0..times {
             let spec = JobSpec::new(job, self.plan, self.program, self.rank, self.buffers)?;
             pattern::poison_destinations(self.plan, self.buffers);
@@ -156,10 +171,7 @@ impl Run<'_> {
     }
 
     fn note(&self, report: &mut RankReport, done: JobReport) {
-        report.seconds.push(done.seconds);
-        report.bytes_sent = done.bytes_sent;
-        report.bytes_received = done.bytes_received;
-        report.ops = done.ops.iter().map(|span| (span.start_s, span.end_s)).collect();
+        report.note(&done);
         if self.check
             && let Some(wrong) = pattern::check_destinations(self.plan, self.buffers)
         {

@@ -51,3 +51,15 @@ id!(
     /// A box's place in its plan's table of regions.
     RegionId, "box"
 );
+id!(
+    /// A virtual stage of a pipeline: a slice of the model, counted in model order.
+    StageId, "stage "
+);
+id!(
+    /// A microbatch of a training step.
+    MicrobatchId, "microbatch "
+);
+id!(
+    /// A device of a pipeline: a row of the schedule. Behind it may stand a whole mesh of ranks.
+    DeviceId, "device "
+);

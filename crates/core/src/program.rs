@@ -1,6 +1,6 @@
 //! The program: for every rank the ops it performs, with buffers, tags and dependencies.
 //!
-//! Resharding, collectives and pipeline schedules all lower to this. The simulator and the engine interpret it:
+//! Resharding, collectives and pipeline steps all lower to this. The simulator and the engine interpret it:
 //! - an op starts once everything in its `deps` allows it; a rank's ops are otherwise unordered, but for this:
 //! - sends to one peer in one lane, and receives from one, take place in program order (a channel is first in, first
 //!   out);
@@ -102,5 +102,11 @@ pub enum OpKind {
         from: Buffer,
         into: Buffer,
         reduce: bool,
+    },
+    /// A part of a pass on the rank's device: `pass` is for whoever computes to know, `nanos` is how long it is
+    /// thought to take. A device does one thing at a time, so each waits for the one before it.
+    Compute {
+        pass: u32,
+        nanos: u64,
     },
 }

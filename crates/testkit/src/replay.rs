@@ -226,7 +226,7 @@ impl<'a> Run<'a> {
                 match op.kind {
                     OpKind::Send { tag, .. } => messages.entry(tag).or_default().insert(0, (rank, i)),
                     OpKind::Recv { tag, .. } => messages.entry(tag).or_default().push((rank, i)),
-                    OpKind::Copy { .. } => steps.push(vec![(rank, i)]),
+                    OpKind::Copy { .. } | OpKind::Compute { .. } => steps.push(vec![(rank, i)]),
                 }
             }
         }
@@ -288,6 +288,7 @@ impl<'a> Run<'a> {
         let from = match first.kind {
             OpKind::Send { from, .. } | OpKind::Copy { from, .. } => from,
             OpKind::Recv { .. } => return Err("a receive without a send".into()),
+            OpKind::Compute { .. } => return Ok(()),
         };
         let mut values = Vec::new();
         for e in elements(region).into_iter().map(|e| (first.tensor, e)) {
@@ -302,7 +303,7 @@ impl<'a> Run<'a> {
         let (into, reduce, copy) = match last.kind {
             OpKind::Recv { into, reduce, .. } => (into, reduce, false),
             OpKind::Copy { into, reduce, .. } => (into, reduce, true),
-            OpKind::Send { .. } => return Err("a send without a receive".into()),
+            OpKind::Send { .. } | OpKind::Compute { .. } => return Err("a send without a receive".into()),
         };
         if let Buffer::Stage(slot) = into {
             let copied = std::mem::replace(&mut self.copied[to_rank][slot as usize], copy);

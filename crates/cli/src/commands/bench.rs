@@ -177,7 +177,8 @@ impl Bench {
         let given = args.tensor_bytes.as_deref().map(parse_bytes).transpose().context("--tensor-bytes")?;
         let tensor_bytes = given.or((!args.predict).then_some(measured::TENSOR_BYTES));
         let fit = Fit { nic: args.run.nic().cloned(), tensor_bytes };
-        let run = if args.predict { None } else { Some(args.run.options(measured::REPEAT, None)?) };
+        let spare = |options| RunOptions { spare_ranks: true, ..options };
+        let run = if args.predict { None } else { Some(spare(args.run.options(measured::REPEAT, None)?)) };
         Ok(Self { strategies, seed: args.seed, fit, run, progress: Progress::new() })
     }
 

@@ -8,7 +8,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::emulate::{Emulation, NicRate};
-use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place, Variables, variables};
+use crossmesh_comm::environment::{
+    DEFAULT_PORT, HOST_VARIABLE, LAUNCHER_VARIABLE, Place, Variables, variables,
+};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source, remote_command};
 use crossmesh_core::id::Rank;
 use crossmesh_core::units::parse_rate;
@@ -138,6 +140,7 @@ fn process(args: &Args, hosts: &Hosts, rank: Rank, secret: &Secret) -> Result<Pr
     };
     let mut env: Variables = place.to_variables();
     env.insert("GROUP_RANK".into(), host.to_string());
+    env.insert(LAUNCHER_VARIABLE.into(), "crossmesh".into());
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     if let Some(name) = hosts.remote.get(host) {
         let rsh: Vec<String> = args.rsh.split_whitespace().map(String::from).collect();

@@ -14,7 +14,7 @@ use crate::Answer;
 use crate::input::{HostArgs, PlanArgs, ProblemArgs, read_plan, read_text};
 use crate::output::{self, Format, Progress, count};
 use crate::predict::{Prediction, Violation};
-use crate::runner::{Measured, RunOptions, run_plan};
+use crate::runner::{Measured, RunOptions, Started, run_plan};
 use crate::summary;
 
 /// What `--emulate` says instead of a rate, to take the cluster's own.
@@ -25,10 +25,16 @@ pub const CLUSTER_RATES: &str = "cluster";
 #[command(
     after_help = "Without --emulate the processes talk over loopback, whatever the NICs of the cluster are.
 
+Started as a rank by `crossmesh launch`, torchrun, srun or mpirun, it takes that rank's part in the plan instead of
+starting processes; the first rank prints the result. Ranks meet at MASTER_ADDR and MASTER_PORT, or where the launcher
+lets us find out; CROSSMESH_MASTER=HOST:PORT goes before both. CROSSMESH_SECRET keeps strangers out.
+
 Examples:
   crossmesh run 'f32[1024,1024]@A{tp:2}(tp,_)' 'f32[1024,1024]@B{tp:3}(_,tp)'
   crossmesh run 'f32[4096,4096]@A{tp:4}(tp,_)' 'f32[4096,4096]@B{dp:2,tp:4}(_,_)' --emulate 400Mbit --repeat 5   # as root
-  crossmesh run plan.json --cluster cluster.toml --emulate cluster --format json"
+  crossmesh run plan.json --cluster cluster.toml --emulate cluster --format json
+  crossmesh launch -n 5 --hosts node1,node2 -- crossmesh run plan.json
+  srun -n 5 crossmesh run plan.json"
 )]
 pub struct Args {
     #[command(flatten)]
@@ -61,6 +67,9 @@ pub struct RunArgs {
     /// How long the processes may take to meet
     #[arg(long, value_name = "TIME", default_value = "30s")]
     pub arrive: String,
+    /// Start the processes here, even where torchrun, Slurm or mpirun started this one as a rank of a job
+    #[arg(long)]
+    pub standalone: bool,
 }
 
 impl RunArgs {
@@ -78,6 +87,8 @@ impl RunArgs {
             deadline: self.deadline.as_deref().map(|text| time(text, "--deadline")).transpose()?,
             arrive: time(&self.arrive, "--arrive")?,
             flight,
+            standalone: self.standalone,
+            spare_ranks: false,
         })
     }
 
@@ -94,6 +105,8 @@ struct Report {
     strategy: String,
     ranks: usize,
     hosts: usize,
+    /// Who started the processes, where it was not this command.
+    launcher: Option<&'static str>,
     /// The rate that NICs were shaped to; `cluster` where they differ; missing on loopback.
     emulated: Option<String>,
     bytes: u64,
@@ -160,13 +173,18 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
     let ranks = problem.meshes_of_ranks();
     let mut hosts: Vec<_> = ranks.keys().map(|rank| problem.topology.host(*rank)).collect();
     hosts.dedup();
+    let (hosts, launcher) = match measured.started {
+        Started::ByUs => (hosts.len(), None),
+        Started::ByOthers { launcher, hosts } => (hosts, Some(launcher)),
+    };
     let median_s = measured.median_s();
     let finite = |ratio: f64| Some(ratio).filter(|r| r.is_finite());
     Report {
         schema: "crossmesh.run/1",
         strategy: prediction.plan.strategy.clone(),
         ranks: ranks.len(),
-        hosts: hosts.len(),
+        hosts,
+        launcher,
         emulated: args.run.emulate.clone(),
         bytes: problem.reshards.iter().map(|r| r.src.layout.bytes()).sum(),
         median_s,
@@ -186,10 +204,11 @@ fn render(prediction: &Prediction, report: &Report) -> String {
     let mut text = format!("run {}\n", summary::headline(&prediction.plan));
     let place = format!("{} on {}", count(report.ranks, "process"), count(report.hosts, "host"));
     let place = place.replace("processs", "processes");
-    let nics = match report.emulated.as_deref() {
-        None => "over loopback".to_string(),
-        Some(CLUSTER_RATES) => "emulated with the cluster's NICs".to_string(),
-        Some(rate) => format!("emulated with NICs of {rate}"),
+    let nics = match (report.launcher, report.emulated.as_deref()) {
+        (Some(launcher), _) => format!("started by {launcher}"),
+        (None, None) => "over loopback".to_string(),
+        (None, Some(CLUSTER_RATES)) => "emulated with the cluster's NICs".to_string(),
+        (None, Some(rate)) => format!("emulated with NICs of {rate}"),
     };
     let _ = writeln!(text, "  strategy {}, {place}, {nics}", report.strategy);
     let runs: Vec<String> = report.measured_s.iter().map(|s| Seconds(*s).to_string()).collect();

@@ -47,12 +47,24 @@ impl JobSpec {
         Self { id, priority: 0, chunk_bytes: program.chunk_bytes, program: rank, places, tensors }.checked(me)
     }
 
+    /// A step's program, with a place for every op and a name for every instance of a crossing.
+    pub(crate) fn of_step(
+        id: u32,
+        program: &Program,
+        me: Rank,
+        places: Vec<OpPlaces>,
+        tensors: Vec<Tensor>,
+    ) -> Result<Self, CommError> {
+        let rank = program.ranks[me.index()].clone();
+        Self { id, priority: 0, chunk_bytes: program.chunk_bytes, program: rank, places, tensors }.checked(me)
+    }
+
     fn checked(self, me: Rank) -> Result<Self, CommError> {
         for (i, op) in (0..).zip(&self.program.ops) {
-            let tensor = &self.tensors[op.tensor as usize];
+            let sums_up = || self.tensors[op.tensor as usize].combine.is_some();
             let adds =
                 matches!(op.kind, OpKind::Recv { reduce: true, .. } | OpKind::Copy { reduce: true, .. });
-            if adds && tensor.combine.is_none() {
+            if adds && !sums_up() {
                 return Err(CommError::BadProgram { me, op: i, why: "its tensor cannot be added up" });
             }
             if self.program.deps(op).iter().any(|d| d.op as usize >= self.program.ops.len()) {
@@ -227,7 +239,7 @@ impl Job {
                     link_of(from).ok_or(CommError::NoLink { me, peer: from })?;
                     self.recv_by_tag.insert(tag, i);
                 }
-                OpKind::Copy { .. } => {}
+                OpKind::Copy { .. } | OpKind::Compute { .. } => {}
             }
         }
         Ok(())
@@ -263,7 +275,7 @@ impl Job {
         match self.op(op).kind {
             OpKind::Send { to, .. } => Some(to),
             OpKind::Recv { from, .. } => Some(from),
-            OpKind::Copy { .. } => None,
+            OpKind::Copy { .. } | OpKind::Compute { .. } => None,
         }
     }
 
@@ -289,6 +301,7 @@ impl Job {
             OpKind::Send { to, tag, .. } => format!("send t{tag} to {to}"),
             OpKind::Recv { from, tag, .. } => format!("receive t{tag} from {from}"),
             OpKind::Copy { .. } => format!("copy {op}"),
+            OpKind::Compute { pass, .. } => format!("compute pass {pass}"),
         }
     }
 }

@@ -31,6 +31,7 @@ use rustix::io::Errno;
 pub use job::{JobSpec, Tensor};
 
 use crate::clock::Clock;
+use crate::device::{Device, DeviceError};
 use crate::error::CommError;
 use crate::flight::FlightRecord;
 use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
@@ -41,6 +42,9 @@ use sends::InLine;
 const COPY_STEP_BYTES: u64 = 1 << 20;
 /// Messages announced for jobs that have not started here yet; a peer that announces more is out of its mind.
 const MAX_EARLY_TAGS: usize = 1 << 22;
+
+/// What the poller calls the device.
+const DEVICE: u64 = u64::MAX;
 
 const NO_EVENT: epoll::Event =
     epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
@@ -107,6 +111,10 @@ pub struct Engine {
     copies: VecDeque<(u32, u32)>,
     /// How much of the first copy is done.
     copied: u64,
+    device: Option<Box<dyn Device>>,
+    /// Passes that can be computed; the first one is under way if `computing`.
+    passes: VecDeque<(u32, u32)>,
+    computing: bool,
     events: Vec<Event>,
     watch: watch::Watch,
     failed: Option<CommError>,
@@ -153,11 +161,27 @@ impl Engine {
             virtual_time: 0.0,
             copies: VecDeque::new(),
             copied: 0,
+            device: None,
+            passes: VecDeque::new(),
+            computing: false,
             events: vec![],
             watch: watch::Watch::new(now),
             failed: None,
             last_flight: None,
         })
+    }
+
+    /// Gives the rank something to compute with. Without it, a program with passes fails.
+    pub fn set_device(&mut self, device: Box<dyn Device>) -> Result<(), CommError> {
+        let data = epoll::EventData::new_u64(DEVICE);
+        let added = epoll::add(&self.poller, device.fd(), data, epoll::EventFlags::IN);
+        added.map_err(|e| CommError::System {
+            me: self.me,
+            what: "watch its device",
+            cause: e.to_string(),
+        })?;
+        self.device = Some(device);
+        Ok(())
     }
 
     /// Starts a program. It moves on whenever a job is tested or waited for.
@@ -218,6 +242,7 @@ impl Engine {
     }
 
     fn try_step(&mut self, may_wait: bool) -> Result<(), CommError> {
+        self.compute()?;
         self.copy_some();
         self.announce();
         self.pump_sends()?;
@@ -244,7 +269,7 @@ impl Engine {
         turn.extend((0..self.peers.len()).filter(|&i| self.peers[i].link.has_work()));
         turn.sort_unstable();
         turn.dedup();
-        for peer in turn {
+        for peer in turn.into_iter().filter(|turn| *turn as u64 != DEVICE) {
             self.progress(peer)?;
         }
         Ok(())
@@ -355,6 +380,7 @@ impl Engine {
         match job.op(op).kind {
             OpKind::Send { .. } => self.wake_sender(id, op),
             OpKind::Copy { .. } => self.copies.push_back((id, op)),
+            OpKind::Compute { .. } => self.passes.push_back((id, op)),
             OpKind::Recv { from, tag, reduce, .. } => {
                 let place = job.spec.places[op as usize].into.clone().expect("receives have a place");
                 let tensor = &job.spec.tensors[job.op(op).tensor as usize];
@@ -377,6 +403,40 @@ impl Engine {
             announced.clear();
             peer.announce = announced;
         }
+    }
+
+    /// Takes note of a pass that has ended, and starts the next.
+    fn compute(&mut self) -> Result<(), CommError> {
+        while let Some(&(id, op)) = self.passes.front() {
+            let Some(device) = &mut self.device else { return Err(self.cannot_compute(DeviceError::None)) };
+            let now = self.clock.now_ns();
+            let Some(job) = self.jobs.get_mut(&id) else {
+                self.passes.pop_front();
+                continue;
+            };
+            if self.computing {
+                let ended = device.ended();
+                match ended {
+                    Ok(true) => {}
+                    Ok(false) => return Ok(()),
+                    Err(error) => return Err(self.cannot_compute(error)),
+                }
+                self.computing = false;
+                self.passes.pop_front();
+                note_progress(job, op, 0, now);
+                self.end(id, op);
+            } else if let OpKind::Compute { pass, nanos } = job.op(op).kind {
+                job.ops[op as usize].started_ns = now;
+                self.computing = true;
+                let begun = device.begin(pass, nanos);
+                begun.map_err(|error| self.cannot_compute(error))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn cannot_compute(&self, error: DeviceError) -> CommError {
+        CommError::System { me: self.me, what: "compute", cause: error.to_string() }
     }
 
     /// Copies for a while.

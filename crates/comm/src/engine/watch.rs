@@ -60,6 +60,10 @@ impl Engine {
             return Ok(());
         }
         self.watch.next_beat_ns = now + BEAT_NS;
+        if self.computing {
+            // A rank that computes is at work, however long it takes.
+            self.jobs.values_mut().for_each(|job| job.moved_ns = now);
+        }
         let waits_for = self.blamed(now, 2 * BEAT_NS).map(|(_, culprit)| culprit);
         for peer in self.peers.iter_mut().filter(|p| !p.lost) {
             // Bytes on their way are a sign of life too.

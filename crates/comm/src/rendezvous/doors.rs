@@ -99,7 +99,7 @@ pub fn connect(
     me: &Entry,
     table: &BTreeMap<Rank, Entry>,
     peers: &BTreeSet<Rank>,
-    doors: Doors,
+    doors: &Doors,
     secret: &Secret,
     deadline: Deadline,
     log: &Log,
@@ -109,7 +109,7 @@ pub fn connect(
         entries.filter(|e| !matches!(e, Ok(e) if e.rank >= me.rank)).collect::<Result<_, _>>()?;
     let higher: BTreeSet<Rank> = peers.iter().copied().filter(|p| *p > me.rank).collect();
     std::thread::scope(|scope| {
-        let letting_in = scope.spawn(|| let_in(me.rank, higher, &doors, secret, deadline, log));
+        let letting_in = scope.spawn(|| let_in(me.rank, higher, doors, secret, deadline, log));
         let knocked: Result<Vec<(Rank, Socket)>, RendezvousError> =
             lower.iter().map(|peer| Ok((peer.rank, knock(me, peer, secret, deadline)?))).collect();
         let entered = letting_in.join().expect("letting in does not panic");

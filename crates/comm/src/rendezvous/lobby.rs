@@ -14,7 +14,7 @@ use crossmesh_core::id::Rank;
 
 use super::blame::Evidence;
 use super::doors::{Accepted, accept_until};
-use super::message::{MAX_REPORT_BYTES, ToLobby, ToRank, receive, send};
+use super::message::{MAX_MESSAGE_BYTES, MAX_REPORT_BYTES, ToLobby, ToRank, receive, send};
 use super::{Abort, Entry, Log, RankNames, RendezvousError};
 use crate::auth::{self, Claim, Refusal, Role, Secret};
 use crate::deadline::{Deadline, Socket, StreamError};
@@ -140,7 +140,7 @@ fn serve_connection(mut link: Socket, shared: &Shared, events: &Sender<Event>) {
     let Ok(writer) = link.try_clone() else { return };
     let mut going_on = events.send(Event::Arrived(entry, writer)).is_ok();
     while going_on {
-        going_on = match receive(&mut link, MAX_REPORT_BYTES, Deadline::after(QUIET)) {
+        going_on = match receive(&mut link, MAX_MESSAGE_BYTES, Deadline::after(QUIET)) {
             Ok(message) => events.send(Event::Said(rank, message)).is_ok(),
             Err(_) => {
                 let _ = events.send(Event::Lost(rank));
@@ -257,6 +257,9 @@ impl Desk {
                     self.tell_all(&ToRank::Go { round });
                 }
             }
+            Event::Said(rank, ToLobby::Tell { round, text }) => {
+                self.tell_first(&ToRank::Told { round, rank, text });
+            }
             Event::Said(rank, ToLobby::Fault(fault)) => {
                 self.evidence.faults.insert(rank, fault);
             }
@@ -293,6 +296,15 @@ impl Desk {
         self.shared.stop.store(true, Ordering::Relaxed);
         // What was said still arrives; the threads that read end.
         self.members.values().for_each(|(_, link)| link.shut_down());
+    }
+
+    fn tell_first(&mut self, message: &ToRank) {
+        if let Some((rank, (_, link))) = self.members.iter_mut().next()
+            && send(link, message, Deadline::after(SEND)).is_err()
+            && self.gone.insert(*rank)
+        {
+            self.evidence.lost.insert(*rank);
+        }
     }
 
     /// The first rank last: the lobby lives in its process, and may end with it.

@@ -57,6 +57,7 @@ pub struct Member {
 /// What the thread that reads passes on.
 enum Heard {
     Go(u64),
+    Told { round: u64, rank: Rank, text: String },
     Abort(Abort),
 }
 
@@ -87,26 +88,51 @@ impl Member {
     pub fn barrier(&mut self, deadline: Deadline) -> Result<(), RendezvousError> {
         self.round += 1;
         send(&mut self.link, &ToLobby::Ready { round: self.round }, deadline)?;
-        let timed_out = || RendezvousError::BarrierTimedOut(deadline.allowed_s());
-        loop {
-            match self.inbox.recv_timeout(deadline.left().ok_or_else(timed_out)?) {
-                Ok(Heard::Go(round)) if round == self.round => return Ok(()),
-                Ok(Heard::Go(_)) => {}
-                Ok(Heard::Abort(abort)) => return Err(RendezvousError::Aborted(abort)),
-                Err(RecvTimeoutError::Timeout) => return Err(timed_out()),
-                Err(RecvTimeoutError::Disconnected) => return Err(StreamError::Closed.into()),
+        while !matches!(self.hear(deadline)?, Heard::Go(round) if round == self.round) {}
+        Ok(())
+    }
+
+    /// Tells the first rank something; there, what everybody told, itself included. Others do not wait for it.
+    pub fn gather(
+        &mut self,
+        text: String,
+        deadline: Deadline,
+    ) -> Result<Option<BTreeMap<Rank, String>>, RendezvousError> {
+        self.round += 1;
+        send(&mut self.link, &ToLobby::Tell { round: self.round, text }, deadline)?;
+        if self.table.keys().next() != Some(&self.me.rank) {
+            return Ok(None);
+        }
+        let mut told = BTreeMap::new();
+        while told.len() < self.table.len() {
+            if let Heard::Told { round, rank, text } = self.hear(deadline)?
+                && round == self.round
+            {
+                told.insert(rank, text);
             }
+        }
+        Ok(Some(told))
+    }
+
+    /// What the lobby says next.
+    fn hear(&self, deadline: Deadline) -> Result<Heard, RendezvousError> {
+        let timed_out = || RendezvousError::BarrierTimedOut(deadline.allowed_s());
+        match self.inbox.recv_timeout(deadline.left().ok_or_else(timed_out)?) {
+            Ok(Heard::Abort(abort)) => Err(RendezvousError::Aborted(abort)),
+            Ok(heard) => Ok(heard),
+            Err(RecvTimeoutError::Timeout) => Err(timed_out()),
+            Err(RecvTimeoutError::Disconnected) => Err(StreamError::Closed.into()),
         }
     }
 
     /// Reports a fault, and waits for the lobby's word on who is to blame; without one, it is what we saw.
-    pub fn fail(mut self, fault: Fault) -> Abort {
+    pub fn fail(&mut self, fault: Fault) -> Abort {
         let _ = send(&mut self.link, &ToLobby::Fault(fault.clone()), Deadline::after(SEND));
         let deadline = Deadline::after(VERDICT);
         while let Some(left) = deadline.left() {
             match self.inbox.recv_timeout(left) {
                 Ok(Heard::Abort(abort)) => return abort,
-                Ok(Heard::Go(_)) => {}
+                Ok(_) => {}
                 Err(_) => break,
             }
         }
@@ -145,6 +171,7 @@ impl Reader {
         loop {
             let passed_on = match receive(&mut self.link, MAX_MESSAGE_BYTES, Deadline::after(QUIET)) {
                 Ok(ToRank::Go { round }) => self.heard.send(Heard::Go(round)),
+                Ok(ToRank::Told { round, rank, text }) => self.heard.send(Heard::Told { round, rank, text }),
                 Ok(ToRank::Abort(abort)) => return self.abort(abort),
                 Ok(ToRank::Table(_)) => Ok(()),
                 Err(_) if self.leaving.load(Ordering::SeqCst) => return,
@@ -172,7 +199,7 @@ fn wait_for_table(link: &mut Socket, deadline: Deadline) -> Result<BTreeMap<Rank
     match receive(link, MAX_MESSAGE_BYTES, deadline)? {
         ToRank::Table(table) => Ok(table.into_iter().map(|entry| (entry.rank, entry)).collect()),
         ToRank::Abort(abort) => Err(RendezvousError::Aborted(abort)),
-        ToRank::Go { .. } => Err(RendezvousError::Unexpected { expected: "the table" }),
+        ToRank::Go { .. } | ToRank::Told { .. } => Err(RendezvousError::Unexpected { expected: "the table" }),
     }
 }
 

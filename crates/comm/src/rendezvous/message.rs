@@ -1,5 +1,6 @@
 //! What travels on a connection to the lobby: a length, then JSON of at most that many bytes.
 
+use crossmesh_core::id::Rank;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +20,11 @@ pub enum ToLobby {
     Ready {
         round: u64,
     },
+    /// What the first rank should know of this one.
+    Tell {
+        round: u64,
+        text: String,
+    },
     Fault(Fault),
     /// The rank is done; that its connection closes now means nothing.
     Bye,
@@ -29,7 +35,15 @@ pub enum ToLobby {
 #[serde(rename_all = "snake_case")]
 pub enum ToRank {
     Table(Vec<Entry>),
-    Go { round: u64 },
+    Go {
+        round: u64,
+    },
+    /// To the first rank: what another has to tell.
+    Told {
+        round: u64,
+        rank: Rank,
+        text: String,
+    },
     Abort(Abort),
 }
 

@@ -21,16 +21,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::AuthError;
 use crate::deadline::StreamError;
+use crate::transport::LinkError;
 
 mod blame;
 mod doors;
 mod lobby;
+mod meeting;
 mod member;
 mod message;
 
 pub use blame::{Abort, Fault};
 pub use doors::{Doors, connect};
 pub use lobby::Lobby;
+pub use meeting::{Links, Meeting, OverSockets};
 pub use member::{Member, OnAbort, Ticket};
 
 /// Where a line about a stranger goes.
@@ -69,6 +72,8 @@ pub enum RendezvousError {
     PeersMissing { me: Rank, missing: BTreeSet<Rank>, waited_s: f64 },
     #[error("{me} cannot connect to {peer} on {host} at {addr}: {cause}")]
     CannotReachPeer { me: Rank, peer: Rank, host: String, addr: String, cause: String },
+    #[error("{me} cannot use its connection to {peer}: {cause}")]
+    BadLink { me: Rank, peer: Rank, cause: LinkError },
     #[error("{peer} is not part of this job")]
     UnknownPeer { peer: Rank },
     #[error("the rendezvous sent something else than {expected}")]

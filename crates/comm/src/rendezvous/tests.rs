@@ -88,11 +88,14 @@ fn ranks_meet_connect_and_wait_for_each_other() {
             })
             .collect();
         let mut links =
-            connect(&member.me, &member.table, &peers, doors, &secret(), within(10), &quiet()).unwrap();
+            connect(&member.me, &member.table, &peers, &doors, &secret(), within(10), &quiet()).unwrap();
         assert_eq!(links.keys().copied().collect::<BTreeSet<_>>(), peers);
         ping(rank, &host, &member.table, &mut links);
         for _ in 0..3 {
             member.barrier(within(10)).unwrap();
+            let told = member.gather(format!("word of {rank}"), within(10)).unwrap();
+            let all = (0..4).map(|r| (Rank(r), format!("word of {r}"))).collect();
+            assert_eq!(told, (rank == 0).then_some(all));
         }
         member.leave();
     });

@@ -22,7 +22,7 @@ use crate::id::Rank;
 use crate::program::Program;
 use crate::trace::{OpSpan, Trace};
 use network::{Network, Ordered};
-use wiring::{Ending, Wiring};
+use wiring::{Ending, Local, Wiring};
 
 /// Why a program has no trace. A verified program always has one.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -36,6 +36,10 @@ pub enum SimError {
         "nothing moves after {now_s} s: {left} messages wait, the first from {src} to {dst}\nhint: verify the plan first"
     )]
     Stuck { now_s: f64, left: usize, src: Rank, dst: Rank },
+    #[error(
+        "nothing happens after {now_s} s, and {left} copies or computations wait for each other\nhint: verify the program first"
+    )]
+    Idle { now_s: f64, left: usize },
     #[error("the simulation does not come to an end: {events} events for {messages} messages, at {now_s} s")]
     Endless { events: u64, messages: usize, now_s: f64 },
 }
@@ -79,6 +83,8 @@ enum Event {
     Arrived(u32),
     /// The first chunk has arrived: followers may start.
     Opened(u32),
+    /// A computation has come to its end.
+    Computed(u32),
     Channel {
         channel: u32,
         version: u32,
@@ -122,6 +128,7 @@ struct Sim {
     to_try: Vec<u32>,
     endings: Vec<Ending>,
     makespan_s: f64,
+    locals_left: usize,
     ops: Vec<Vec<OpSpan>>,
 }
 
@@ -143,6 +150,7 @@ impl Sim {
             to_try: (0..wiring.channel_ends.len() as u32).collect(),
             endings: vec![],
             makespan_s: 0.0,
+            locals_left: wiring.locals.len(),
             ops: program.ranks.iter().map(|r| vec![OpSpan::default(); r.ops.len()]).collect(),
             wiring,
             network,
@@ -150,13 +158,13 @@ impl Sim {
     }
 
     fn run(&mut self) -> Result<(), SimError> {
-        for copy in 0..self.wiring.copies.len() as u32 {
-            if self.wiring.copies[copy as usize].pending == 0 {
-                self.endings.push(Ending::Copied(copy));
+        for local in 0..self.wiring.locals.len() as u32 {
+            if self.wiring.locals[local as usize].pending == 0 {
+                self.begin_local(local);
             }
         }
         let messages = self.wiring.messages.len();
-        let most = MAX_EVENTS_PER_MESSAGE * (100 + messages as u64);
+        let most = MAX_EVENTS_PER_MESSAGE * (100 + messages as u64) + self.wiring.locals.len() as u64;
         let mut events = 0;
         self.settle();
         while let Some(Reverse((Ordered(time), event))) = self.events.pop() {
@@ -279,6 +287,7 @@ impl Sim {
         match event {
             Event::Arrived(message) => self.arrive(message),
             Event::Opened(message) => self.open(message),
+            Event::Computed(local) => self.endings.push(Ending::Local(local)),
             Event::Channel { channel, version, due } => {
                 if self.channels[channel as usize].version != version {
                     return;
@@ -390,10 +399,11 @@ impl Sim {
     }
 
     fn end(&mut self, ending: Ending) {
-        if let Ending::Copied(copy) = ending {
-            let copy = self.wiring.copies[copy as usize];
-            let span = OpSpan { start_s: self.now_s, end_s: self.now_s };
-            self.ops[copy.rank.index()][copy.op as usize] = span;
+        if let Ending::Local(local) = ending {
+            let Local { rank, op, .. } = self.wiring.locals[local as usize];
+            self.ops[rank.index()][op as usize].end_s = self.now_s;
+            self.locals_left -= 1;
+            self.makespan_s = self.makespan_s.max(self.now_s);
         }
         for i in 0..self.wiring.waiting(ending).len() {
             let waiter = self.wiring.waiting(ending)[i];
@@ -405,13 +415,23 @@ impl Sim {
                     }
                 }
                 None => {
-                    let copy = waiter - self.wiring.messages.len() as u32;
-                    self.wiring.copies[copy as usize].pending -= 1;
-                    if self.wiring.copies[copy as usize].pending == 0 {
-                        self.endings.push(Ending::Copied(copy));
+                    let local = waiter - self.wiring.messages.len() as u32;
+                    self.wiring.locals[local as usize].pending -= 1;
+                    if self.wiring.locals[local as usize].pending == 0 {
+                        self.begin_local(local);
                     }
                 }
             }
+        }
+    }
+
+    /// Nothing keeps a copy or a computation from starting.
+    fn begin_local(&mut self, local: u32) {
+        let Local { rank, op, seconds, .. } = self.wiring.locals[local as usize];
+        self.ops[rank.index()][op as usize].start_s = self.now_s;
+        match seconds > 0.0 {
+            true => self.later(seconds, Event::Computed(local)),
+            false => self.endings.push(Ending::Local(local)),
         }
     }
 
@@ -477,6 +497,9 @@ impl Sim {
             let first = self.progress.iter().position(|p| !p.arrived).expect("some message is left");
             let m = &self.wiring.messages[first];
             return Err(SimError::Stuck { now_s: self.now_s, left, src: m.src, dst: m.dst });
+        }
+        if self.locals_left > 0 {
+            return Err(SimError::Idle { now_s: self.now_s, left: self.locals_left });
         }
         Ok(Trace { makespan_s: self.makespan_s, ops: self.ops, links: self.network.into_uses(self.now_s) })
     }

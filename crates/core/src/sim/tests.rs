@@ -233,3 +233,33 @@ fn a_follower_waits_for_what_is_still_on_the_wire() {
     // The last chunk is at r1 after 11 s; it takes a fortieth of a second, and a second on the wire.
     assert_close(sketch.seconds(&cluster, 100), 11.0 + 0.025 + 1.0);
 }
+
+/// r0 computes, sends what it computed while it computes on, and r1 computes with it.
+#[test]
+fn computing_takes_its_time_beside_what_moves() {
+    let compute = |pass, nanos| OpKind::Compute { pass, nanos };
+    let send = OpKind::Send { to: Rank(1), lane: 0, tag: 0, weight: 1, from: Buffer::Src };
+    let recv = OpKind::Recv { from: Rank(0), lane: 0, tag: 0, into: Buffer::Dst, reduce: false };
+    let rank = |ops: &[(OpKind, Option<u32>)]| {
+        let mut ranked = RankProgram::default();
+        for (kind, dep) in ops {
+            let first = ranked.deps.len() as u32;
+            ranked.deps.extend(dep.map(|op| Dep { op, kind: DepKind::Done }));
+            let bytes = if matches!(kind, OpKind::Compute { .. }) { 0 } else { 1000 };
+            let deps = first..ranked.deps.len() as u32;
+            ranked.ops.push(Op { kind: *kind, tensor: 0, region: RegionId(0), bytes, deps });
+        }
+        ranked
+    };
+    let second = 1_000_000_000;
+    let ranks = vec![
+        rank(&[(compute(0, 2 * second), None), (send, Some(0)), (compute(1, 3 * second), Some(0))]),
+        rank(&[(recv, None), (compute(0, second), Some(0))]),
+    ];
+    let program = Program { chunk_bytes: 1000, ranks, ..Program::default() };
+    let trace = simulate(&program, &hosts(2)).unwrap();
+    let span = |rank: usize, op: usize| (trace.ops[rank][op].start_s, trace.ops[rank][op].end_s);
+    assert_eq!((span(0, 0), span(0, 1), span(0, 2)), ((0.0, 2.0), (2.0, 3.0), (2.0, 5.0)));
+    assert_eq!(span(1, 1), (3.0, 4.0));
+    assert_eq!(trace.makespan_s, 5.0);
+}

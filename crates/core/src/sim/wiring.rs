@@ -25,15 +25,16 @@ pub(super) struct Message {
 pub(super) enum Ending {
     Sent(u32),
     Received(u32),
-    Copied(u32),
+    Local(u32),
 }
 
-/// A copy inside a rank. It takes no time, but it has an order.
+/// What a rank does by itself: a copy, which takes no time but has an order, or a computation.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct LocalCopy {
+pub(super) struct Local {
     pub rank: Rank,
     pub op: u32,
     pub pending: u32,
+    pub seconds: f64,
 }
 
 /// Lists of ids, one list per key, in one allocation.
@@ -73,11 +74,11 @@ impl Lists {
 #[derive(Debug)]
 pub(super) struct Wiring {
     pub messages: Vec<Message>,
-    pub copies: Vec<LocalCopy>,
+    pub locals: Vec<Local>,
     /// For every channel its ranks and its messages, in order.
     pub channel_ends: Vec<(Rank, Rank)>,
     pub queues: Lists,
-    /// Who waits for an ending: message ids, then copy ids above them.
+    /// Who waits for an ending: message ids, then those of local ops above them.
     waiting: Lists,
     /// The messages that follow a message chunk by chunk, and the messages one follows.
     pub followers: Lists,
@@ -88,7 +89,7 @@ impl Wiring {
     pub(super) fn of(program: &Program) -> Result<Self, SimError> {
         let mut wiring = Wiring {
             messages: vec![],
-            copies: vec![],
+            locals: vec![],
             channel_ends: vec![],
             queues: Lists::default(),
             waiting: Lists::default(),
@@ -108,7 +109,7 @@ impl Wiring {
         match ending {
             Ending::Sent(m) => 2 * m,
             Ending::Received(m) => 2 * m + 1,
-            Ending::Copied(c) => 2 * self.messages.len() as u32 + c,
+            Ending::Local(l) => 2 * self.messages.len() as u32 + l,
         }
     }
 
@@ -170,17 +171,20 @@ impl Wiring {
     /// Turns op dependencies into lists of who waits for what.
     fn connect(&mut self, program: &Program) {
         let mut endings: Vec<Vec<Ending>> =
-            program.ranks.iter().map(|r| vec![Ending::Copied(0); r.ops.len()]).collect();
+            program.ranks.iter().map(|r| vec![Ending::Local(0); r.ops.len()]).collect();
         for (m, message) in self.messages.iter().enumerate() {
             endings[message.src.index()][message.send_op as usize] = Ending::Sent(m as u32);
             endings[message.dst.index()][message.recv_op as usize] = Ending::Received(m as u32);
         }
         for (rank, ranked) in program.ranks.iter().enumerate() {
-            for (op, _) in
-                ranked.ops.iter().enumerate().filter(|(_, op)| matches!(op.kind, OpKind::Copy { .. }))
-            {
-                endings[rank][op] = Ending::Copied(self.copies.len() as u32);
-                self.copies.push(LocalCopy { rank: Rank::at(rank), op: op as u32, pending: 0 });
+            for (i, op) in ranked.ops.iter().enumerate() {
+                let seconds = match op.kind {
+                    OpKind::Copy { .. } => 0.0,
+                    OpKind::Compute { nanos, .. } => nanos as f64 * 1e-9,
+                    OpKind::Send { .. } | OpKind::Recv { .. } => continue,
+                };
+                endings[rank][i] = Ending::Local(self.locals.len() as u32);
+                self.locals.push(Local { rank: Rank::at(rank), op: i as u32, pending: 0, seconds });
             }
         }
         let num_messages = self.messages.len() as u32;
@@ -189,7 +193,7 @@ impl Wiring {
             for (op_index, op) in ranked.ops.iter().enumerate() {
                 let waiter = match endings[rank][op_index] {
                     Ending::Sent(m) | Ending::Received(m) => m,
-                    Ending::Copied(c) => num_messages + c,
+                    Ending::Local(l) => num_messages + l,
                 };
                 for dep in ranked.deps(op) {
                     let provider = endings[rank][dep.op as usize];
@@ -209,10 +213,10 @@ impl Wiring {
         for (_, waiter) in &waits {
             match self.messages.get_mut(*waiter as usize) {
                 Some(message) => message.pending += 1,
-                None => self.copies[(waiter - num_messages) as usize].pending += 1,
+                None => self.locals[(waiter - num_messages) as usize].pending += 1,
             }
         }
-        self.waiting = Lists::new(2 * self.messages.len() + self.copies.len(), &waits);
+        self.waiting = Lists::new(2 * self.messages.len() + self.locals.len(), &waits);
         self.followers = Lists::new(self.messages.len(), &follows);
         for pair in &mut follows {
             *pair = (pair.1, pair.0);

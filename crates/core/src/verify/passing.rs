@@ -97,6 +97,7 @@ impl Sink for Passing {
                 self.sent.take() == Some(Sent { from, to: rank, lane, tag, what }) && !is_stage(into)
             }
             OpKind::Copy { from, into, .. } => !is_stage(from) && !is_stage(into),
+            OpKind::Compute { .. } => false,
         };
         self.right &= right && self.waits_for_earlier(rank, moved, deps);
         self.moved[rank.index()].push(moved);

@@ -98,7 +98,7 @@ impl<'a> Graph<'a> {
                     ends.recv = at;
                     ends.received_after = received.follow(rank, from, lane, tag);
                 }
-                OpKind::Copy { .. } => self.copies.push(at),
+                OpKind::Copy { .. } | OpKind::Compute { .. } => self.copies.push(at),
             }
         }
         Ok(num_sends)
@@ -346,7 +346,7 @@ impl<'a> Graph<'a> {
 fn tag_of(op: &Op) -> Option<u32> {
     match op.kind {
         OpKind::Send { tag, .. } | OpKind::Recv { tag, .. } => Some(tag),
-        OpKind::Copy { .. } => None,
+        OpKind::Copy { .. } | OpKind::Compute { .. } => None,
     }
 }
 
@@ -409,6 +409,7 @@ fn check_slots(rank: Rank, program: &RankProgram, search: &mut Search) -> Result
             OpKind::Send { from, .. } => (Some(from), None, false),
             OpKind::Recv { into, reduce, .. } => (None, Some(into), reduce),
             OpKind::Copy { from, into, reduce } => (Some(from), Some(into), reduce),
+            OpKind::Compute { .. } => continue,
         };
         if let Some(Buffer::Stage(slot)) = from {
             let bad =

@@ -102,6 +102,7 @@ mod tests {
                 OpKind::Copy { from, into, reduce } => {
                     format!("{} {} {}", buffer(from), if reduce { "+=>" } else { "=>" }, buffer(into))
                 }
+                OpKind::Compute { pass, .. } => format!("pass {pass}"),
             };
             for dep in rank.deps(op) {
                 line += &format!(" {}{}", if dep.kind == DepKind::Stream { "~" } else { "" }, dep.op);

@@ -1,0 +1,166 @@
+//! A process that torchrun, Slurm, mpirun or `crossmesh launch` started as a rank of a job: instead of starting
+//! processes, it joins the others and takes the part of its rank in whatever is run.
+//!
+//! ```text
+//! launcher ── r0: crossmesh run …     plans like all of them, moves its part, gathers, prints the result
+//!          ├─ r1: crossmesh run …     plans, moves its part, tells r0
+//!          └─ r2: crossmesh run …
+//! ```
+//!
+//! Plans are deterministic, so every rank makes the same one. The ranks meet once, however many plans they run.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+use anyhow::{Context, Result, bail};
+use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
+use crossmesh_comm::deadline::Deadline;
+use crossmesh_comm::environment::{
+    EnvironmentError, Flags, Place, Variables, host_name, job_name, place, variables,
+};
+use crossmesh_comm::rendezvous::{Meeting, OverSockets, RendezvousError};
+use crossmesh_core::id::Rank;
+
+use crate::output::{self, Progress, Told};
+use crate::part::{BARRIER, Part, Summary, comm_error, fault, leave_soon, log, say_once};
+use crate::runner::{Measured, RunOptions, Started, Work, combine};
+
+/// The job, with everybody in it. A process joins one in its life.
+struct Joined {
+    place: Place,
+    meeting: Box<dyn Meeting>,
+    said: Arc<AtomicBool>,
+}
+
+static JOB: Mutex<Option<Joined>> = Mutex::new(None);
+
+/// Takes this rank's part in some work, if the process is a rank; else nothing happens.
+pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> Result<Option<Measured>> {
+    let variables = variables();
+    if options.standalone {
+        return Ok(None);
+    }
+    let place = match place(&Flags::default(), &variables) {
+        Err(EnvironmentError::NoRank) => return Ok(None),
+        place => place?,
+    };
+    if options.emulate {
+        bail!(
+            "hosts cannot be emulated in a job that {} started\nhint: `crossmesh launch --emulate` can, or --standalone",
+            place.launcher
+        );
+    }
+    check_world(work, &place, options.spare_ranks)?;
+    let mut job = JOB.lock().expect("no thread panics with it");
+    if job.is_none() {
+        progress.say(&format!("rank {} of {} meets the others", place.rank.0, place.world));
+        *job = Some(join(place, &variables, options)?);
+    }
+    let job = job.as_mut().expect("just joined");
+    take_part(job, work, options, progress).map(Some)
+}
+
+/// Leaves the job, where there is one. Without a farewell the others hear that this rank is gone.
+pub fn leave(well: bool) {
+    let job = JOB.lock().ok().and_then(|mut job| job.take());
+    if let Some(job) = job.filter(|_| well) {
+        job.meeting.leave();
+    }
+}
+
+/// The ranks of a plan are those of the job.
+fn check_world(work: &Work<'_>, place: &Place, spare_ranks: bool) -> Result<()> {
+    let used = work.task.ranks().last().map_or(0, |last| last.0 + 1);
+    let devices = work.topology.num_ranks() as u32;
+    let (world, launcher) = (place.world, place.launcher);
+    let most = if spare_ranks { u32::MAX } else { devices };
+    if (used..=most).contains(&world) {
+        return Ok(());
+    }
+    let needed = if used == devices { used.to_string() } else { format!("{used} to {devices}") };
+    bail!(
+        "the plan is for {needed} ranks, the job that {launcher} started has {world}\nhint: start {used} ranks, or say --standalone to start the processes of the plan here"
+    )
+}
+
+fn join(place: Place, variables: &Variables, options: &RunOptions) -> Result<Joined> {
+    if place.rank != Rank(0) {
+        output::leave_answers_to_the_first_rank();
+    }
+    let said = Arc::new(AtomicBool::new(false));
+    let secret = secret(&place, variables)?;
+    let deadline = Deadline::after(options.arrive);
+    let roster = (0..place.world).map(Rank).collect();
+    let (host, on_abort) = (host_name(variables), leave_soon(said.clone()));
+    let meeting = OverSockets::meet(place.clone(), &host, roster, secret, deadline, log(), on_abort)?;
+    Ok(Joined { place, meeting: Box::new(meeting), said })
+}
+
+/// The secret that was given to the job; else one made of its name, and the first rank says what that is worth.
+fn secret(place: &Place, variables: &Variables) -> Result<Secret> {
+    if let Some(secret) = Secret::from_variables(variables)? {
+        return Ok(secret);
+    }
+    let name = job_name(place.launcher, variables).with_context(|| {
+        format!(
+            "the job that {} started has neither a secret nor a name\nhint: set {SECRET_VARIABLE} to the same random text for all ranks",
+            place.launcher
+        )
+    })?;
+    if place.rank == Rank(0) && !name.secret {
+        let variables = name.variables.join(" and ");
+        log()(&format!(
+            "note: no {SECRET_VARIABLE} was given; ranks know each other by {variables}, which others may guess"
+        ));
+    }
+    Ok(Secret::of_job(&name))
+}
+
+fn take_part(
+    job: &mut Joined,
+    work: &Work<'_>,
+    options: &RunOptions,
+    progress: &Progress,
+) -> Result<Measured> {
+    let rank = job.place.rank;
+    let flight = options.flight.as_ref().map(|path| path.with_extension(format!("{rank}.json")));
+    let deadline_ms = options.deadline_ms(work.predicted_s);
+    let part = Part { task: work.task, rank, repeat: options.repeat, deadline_ms, flight };
+    let meeting = &mut *job.meeting;
+    let summary = match work.task.ranks().contains(&rank) {
+        true => {
+            let links = part.connect(meeting, Deadline::after(options.arrive))?;
+            part.take(meeting, links, |round| progress.say(&format!("run {round} of {}", options.repeat)))
+        }
+        false => part.watch(meeting),
+    };
+    let abort = match summary {
+        Ok(summary) => match gather(meeting, &summary) {
+            Ok(summaries) => return Ok(measured(job, &summaries, options)),
+            Err(error) => meeting.fail(fault(&comm_error(rank, error))),
+        },
+        Err(abort) => abort,
+    };
+    say_once(&job.said, &abort);
+    Err(Told.into())
+}
+
+/// What all ranks saw, at the first; elsewhere what this one did.
+fn gather(meeting: &mut dyn Meeting, summary: &Summary) -> Result<Vec<Summary>, RendezvousError> {
+    let text = serde_json::to_string(summary).expect("a summary is made of numbers and text");
+    let Some(told) = meeting.gather(text, Deadline::after(BARRIER))? else {
+        return Ok(vec![summary.clone()]);
+    };
+    let parse = |text: &String| {
+        serde_json::from_str(text).map_err(|_| RendezvousError::Unexpected { expected: "summaries" })
+    };
+    told.values().map(parse).collect()
+}
+
+fn measured(job: &Joined, summaries: &[Summary], options: &RunOptions) -> Measured {
+    let mut hosts = job.meeting.hosts().to_vec();
+    hosts.sort_unstable();
+    hosts.dedup();
+    let by = Started::ByOthers { launcher: job.place.launcher, hosts: hosts.len() };
+    combine(summaries, options.repeat, by)
+}

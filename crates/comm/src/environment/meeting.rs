@@ -1,0 +1,170 @@
+//! Where the ranks of a job meet, and what tells the job from others.
+//!
+//! ```text
+//! address   flag  >  CROSSMESH_MASTER  >  MASTER_ADDR  >  this host, where all ranks are on it  >  Slurm's first node
+//! port      flag  >  CROSSMESH_MASTER  >  MASTER_PORT  >  a number made of the job's name, else 29500
+//! ```
+//!
+//! Ports made of a name lie below those that systems hand out for a while, so that jobs which share a node seldom meet
+//! at the same one. torchrun's agent may itself listen at `MASTER_PORT`; it says so, and the number is made of that.
+
+use super::{EnvironmentError, Flags, Variables, bad, expand_nodelist};
+
+/// The port where ranks meet, where nothing says another. torchrun's own default.
+pub const DEFAULT_PORT: u16 = 29500;
+/// Names the meeting place, `HOST:PORT`, whatever launcher there is.
+pub const MASTER_VARIABLE: &str = "CROSSMESH_MASTER";
+
+/// Ports that are made of a job's name: from here on, this many.
+const FIRST_MADE_PORT: u16 = 20_000;
+const MADE_PORTS: u64 = 9_000;
+
+/// Set where torchrun's agent keeps a store of its own at `MASTER_PORT`.
+const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
+
+/// What every rank of a job knows of it, and other jobs do not share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JobName {
+    /// Where it comes from, for messages.
+    pub variables: Vec<&'static str>,
+    pub text: String,
+    /// Whether a stranger cannot guess it.
+    pub secret: bool,
+}
+
+/// The variables that name a job, by launcher.
+const NAMES: [(&str, &[&str]); 4] = [
+    ("torchrun", &["TORCHELASTIC_RUN_ID", "MASTER_PORT"]),
+    ("Slurm", &["SLURM_JOB_ID", "SLURM_STEP_ID"]),
+    ("OpenMPI", &[DRAWN_BY_LOT, "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"]),
+    ("PMI", &["PMI_JOBID", "PMIX_NAMESPACE"]),
+];
+
+/// mpirun's key for the networks of a job.
+const DRAWN_BY_LOT: &str = "OMPI_MCA_orte_precondition_transports";
+
+/// The job's name, if its launcher gave it one.
+pub fn job_name(launcher: &str, variables: &Variables) -> Option<JobName> {
+    let (_, names) = NAMES.iter().find(|(name, _)| *name == launcher)?;
+    let known: Vec<(&'static str, &String)> =
+        names.iter().filter_map(|name| Some((*name, variables.get(*name)?))).collect();
+    if known.is_empty() {
+        return None;
+    }
+    let text = known.iter().map(|(name, value)| format!("{name}={value}\n")).collect();
+    let variables: Vec<&str> = known.into_iter().map(|(name, _)| name).collect();
+    let secret = variables.contains(&DRAWN_BY_LOT);
+    Some(JobName { variables, text, secret })
+}
+
+/// Whether Slurm says that there is but one node.
+pub(super) fn one_node(variables: &Variables) -> bool {
+    let count = ["SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"];
+    count.iter().find_map(|name| variables.get(*name)).is_some_and(|nodes| nodes.trim() == "1")
+}
+
+/// Host and port.
+pub(super) fn master(
+    flags: &Flags,
+    variables: &Variables,
+    launcher: &'static str,
+    all_here: bool,
+) -> Result<(String, u16), EnvironmentError> {
+    if let Some(text) = &flags.master {
+        return host_and_port("--master", text);
+    }
+    if let Some(text) = variables.get(MASTER_VARIABLE) {
+        return host_and_port(MASTER_VARIABLE, text);
+    }
+    let port = port(variables, launcher)?;
+    if let Some(addr) = variables.get("MASTER_ADDR").filter(|addr| !addr.trim().is_empty()) {
+        return Ok((addr.trim().into(), port));
+    }
+    if all_here {
+        return Ok(("127.0.0.1".into(), port));
+    }
+    for variable in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
+        if let Some(list) = variables.get(variable) {
+            let first = expand_nodelist(list)?.into_iter().next();
+            return Ok((first.ok_or(EnvironmentError::NoMaster { launcher })?, port));
+        }
+    }
+    Err(EnvironmentError::NoMaster { launcher })
+}
+
+fn host_and_port(variable: &str, text: &str) -> Result<(String, u16), EnvironmentError> {
+    let parsed = text.trim().rsplit_once(':').and_then(|(addr, port)| Some((addr, port.parse().ok()?)));
+    let (addr, port) = parsed.ok_or_else(|| bad(variable, text, "HOST:PORT, such as 10.0.0.1:29500"))?;
+    Ok((addr.trim_matches(['[', ']']).into(), port))
+}
+
+fn port(variables: &Variables, launcher: &str) -> Result<u16, EnvironmentError> {
+    let given = match variables.get("MASTER_PORT") {
+        None => None,
+        Some(text) => {
+            Some(text.trim().parse().map_err(|_| bad("MASTER_PORT", text, "a port from 0 to 65535"))?)
+        }
+    };
+    let occupied = launcher == "torchrun" && variables.get(AGENT_STORE).is_some_and(|v| v == "True");
+    match (given, job_name(launcher, variables)) {
+        (Some(port), _) if !occupied => Ok(port),
+        (_, Some(name)) => Ok(made_port(&name)),
+        (given, None) => Ok(given.unwrap_or(DEFAULT_PORT)),
+    }
+}
+
+fn made_port(name: &JobName) -> u16 {
+    let hash = blake3::hash(name.text.as_bytes());
+    let word = u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes"));
+    FIRST_MADE_PORT + (word % MADE_PORTS) as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vars(pairs: &[(&str, &str)]) -> Variables {
+        pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect()
+    }
+
+    fn meet(launcher: &'static str, all_here: bool, pairs: &[(&str, &str)]) -> (String, u16) {
+        master(&Flags::default(), &vars(pairs), launcher, all_here).unwrap()
+    }
+
+    #[test]
+    fn our_variable_goes_before_the_launchers() {
+        let pairs = [("MASTER_ADDR", "a"), ("MASTER_PORT", "1"), (MASTER_VARIABLE, "[::1]:7")];
+        assert_eq!(meet("torchrun", true, &pairs), ("::1".into(), 7));
+        let why = master(&Flags::default(), &vars(&[(MASTER_VARIABLE, "x")]), "PMI", true).unwrap_err();
+        assert_eq!(why.to_string(), "CROSSMESH_MASTER=x is not HOST:PORT, such as 10.0.0.1:29500");
+    }
+
+    #[test]
+    fn jobs_on_a_node_meet_at_ports_of_their_own() {
+        let (addr, one) = meet("Slurm", true, &[("SLURM_JOB_ID", "71"), ("SLURM_STEP_ID", "0")]);
+        let (_, other) = meet("Slurm", true, &[("SLURM_JOB_ID", "71"), ("SLURM_STEP_ID", "1")]);
+        assert_eq!(addr, "127.0.0.1");
+        assert!(one != other && (20_000..29_000).contains(&one) && (20_000..29_000).contains(&other));
+        assert_eq!(meet("OpenMPI", true, &[]), ("127.0.0.1".into(), DEFAULT_PORT));
+    }
+
+    #[test]
+    fn torchruns_own_port_is_left_to_its_agent() {
+        let plain = [("MASTER_ADDR", "a"), ("MASTER_PORT", "4000")];
+        assert_eq!(meet("torchrun", false, &plain), ("a".into(), 4000));
+        let (addr, port) = meet("torchrun", false, &[&plain[..], &[(AGENT_STORE, "True")]].concat());
+        assert!(addr == "a" && (20_000..29_000).contains(&port), "{addr}:{port}");
+    }
+
+    #[test]
+    fn a_step_of_slurm_meets_on_its_own_first_node() {
+        let pairs = [("SLURM_JOB_NODELIST", "n[1-4]"), ("SLURM_STEP_NODELIST", "n[3-4]")];
+        assert_eq!(meet("Slurm", false, &pairs).0, "n3");
+    }
+
+    #[test]
+    fn nobody_knows_where_mpirun_put_rank_0() {
+        let why = master(&Flags::default(), &Variables::new(), "OpenMPI", false).unwrap_err().to_string();
+        assert!(why.starts_with("no one says where the ranks meet: OpenMPI does not"), "{why}");
+    }
+}

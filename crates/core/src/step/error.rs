@@ -1,0 +1,32 @@
+//! Why a step has no program.
+
+use crate::id::{DeviceId, Rank, StageId};
+use crate::schedule::{Edge, Pass};
+use crate::verify::VerifyError;
+
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StepError {
+    #[error("the schedule has {schedule} {what}, the step gives {given}")]
+    CountDiffers { what: &'static str, schedule: usize, given: usize },
+    #[error("{rank} is on device {} and on device {}\nhint: devices are meshes without a rank in common", first.0, second.0)]
+    RankTwice { rank: Rank, first: DeviceId, second: DeviceId },
+    #[error(
+        "{pass} only moves or is part of a shared vocabulary: a step cannot run it yet\nhint: use a schedule of F, B, W and BW passes"
+    )]
+    Unsupported { pass: Pass },
+    #[error("crossing `{name}` is between stages {} and {}, the schedule has no such edge", edge.from.0, edge.to.0)]
+    NoSuchEdge { name: String, edge: Edge },
+    #[error("nothing crosses from stage {} to stage {}, which are on different devices\nhint: give the edge a tensor", from.0, to.0)]
+    NothingCrosses { from: StageId, to: StageId },
+    #[error("crossing `{name}`: {what} is {value}, not between 0 and 1")]
+    BadFraction { name: String, what: &'static str, value: f64 },
+    #[error("crossing `{name}` moves {what} at {rank}, which is not on device {}", device.0)]
+    WrongMesh { name: String, what: &'static str, rank: Rank, device: DeviceId },
+    #[error(
+        "the passes of the schedule wait for each other in a circle, the first is {first}\nhint: check the schedule"
+    )]
+    Circle { first: Pass },
+    #[error(transparent)]
+    Verify(#[from] VerifyError),
+}

@@ -1,0 +1,555 @@
+//! From a step to the program of every rank.
+//!
+//! Passes are taken in an order in which they could run. Each becomes a compute op on every rank of its device (several,
+//! where tensors are made or needed on the way), and right behind it come the ops of every crossing that carries what
+//! it made, on all ranks that have a part in it. So both ends of a channel see its messages in the same order.
+//!
+//! Where communication blocks, every rank does one thing after the other, in one order over all of them ([`super::blocking`]),
+//! as workers do that are sent a list of instructions each.
+
+use std::collections::BTreeMap;
+
+use super::blocking::{Item, blocking_order};
+use super::error::StepError;
+use super::order::runnable_order;
+use super::{Crossing, Direction, Step};
+use crate::id::{DeviceId, MicrobatchId, Rank, RegionId, StageId};
+use crate::program::{Buffer, Dep, DepKind, Op, OpKind, Program, RankProgram};
+use crate::reshard::lower;
+use crate::schedule::{Pass, PassKind, Schedule};
+use crate::verify::{Law, verify_program};
+
+/// A part of a pass; `OpKind::Compute { pass, .. }` is an index into [`StepProgram::parts`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Part {
+    pub pass: Pass,
+    pub part: u32,
+    pub of: u32,
+}
+
+/// A crossing crossed once; `Op::tensor` is an index into [`StepProgram::instances`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Instance {
+    pub crossing: u32,
+    pub direction: Direction,
+    pub microbatch: MicrobatchId,
+    /// Which of the crossing's buffers it uses.
+    pub buffer: u32,
+    /// The ranks with a part in it, and where their ops of it are.
+    pub ops: Vec<(Rank, std::ops::Range<u32>)>,
+}
+
+/// A step, lowered.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepProgram {
+    pub program: Program,
+    pub parts: Vec<Part>,
+    pub instances: Vec<Instance>,
+    /// How many buffers every crossing has, forwards and backwards.
+    pub buffers: Vec<[u32; 2]>,
+    /// The programs of the plans, which the instances are copies of, forwards and backwards.
+    pub lowered: Vec<[Program; 2]>,
+}
+
+/// Staging memory of a crossing is used by turns, so that one message can arrive while the last one leaves.
+const STAGING_TURNS: u32 = 2;
+/// Buffers that a crossing has beyond what its stages keep: one that fills and one that empties.
+const SPARE_BUFFERS: u32 = 2;
+
+/// Lowers a step, and proves that its program cannot get stuck.
+pub fn lower_step(step: &Step) -> Result<StepProgram, StepError> {
+    check(step)?;
+    let order: Vec<Item> = match step.overlap {
+        true => runnable_order(step)?.into_iter().map(Item::Pass).collect(),
+        false => blocking_order(step)?,
+    };
+    let lowered: Vec<[Program; 2]> =
+        step.crossings.iter().map(|c| [lower(&c.forward), lower(&c.backward)]).collect();
+    let microbatches = step.schedule.num_microbatches();
+    let mut spare = SPARE_BUFFERS;
+    loop {
+        let buffers = step.crossings.iter().map(|c| [num_buffers(step, c, spare); 2]).collect();
+        let built = Builder::new(step, &lowered, buffers).build(&order)?;
+        match verify_program(&built.program) {
+            Ok(_) => return Ok(built),
+            // Passes that free buffers out of turn need more of them.
+            Err(error) if error.law() == Law::Deadlock && spare < microbatches => spare *= 2,
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+fn check(step: &Step) -> Result<(), StepError> {
+    let placement = step.schedule.placement();
+    let count = |what, schedule, given| match schedule == given {
+        true => Ok(()),
+        false => Err(StepError::CountDiffers { what, schedule, given }),
+    };
+    count("devices", placement.num_devices(), step.ranks.len())?;
+    count("stages", placement.num_stages(), step.times.len())?;
+    let mut home: BTreeMap<Rank, DeviceId> = BTreeMap::new();
+    for device in placement.devices() {
+        for &rank in step.ranks_of(device) {
+            if let Some(first) = home.insert(rank, device) {
+                return Err(StepError::RankTwice { rank, first, second: device });
+            }
+        }
+    }
+    for (name, what, value) in
+        step.crossings.iter().flat_map(|c| [(&c.name, "made", c.made), (&c.name, "needed", c.needed)])
+    {
+        if !(0.0..=1.0).contains(&value) {
+            return Err(StepError::BadFraction { name: name.clone(), what, value });
+        }
+    }
+    step.crossings.iter().try_for_each(|c| check_crossing(step, c, &home))?;
+    check_chain(step)
+}
+
+fn check_crossing(step: &Step, c: &Crossing, home: &BTreeMap<Rank, DeviceId>) -> Result<(), StepError> {
+    let placement = step.schedule.placement();
+    let known = |stage: StageId| stage.index() < placement.num_stages();
+    if !known(c.edge.from) || !known(c.edge.to) || c.edge.from >= c.edge.to {
+        return Err(StepError::NoSuchEdge { name: c.name.clone(), edge: c.edge });
+    }
+    for (direction, from, to) in
+        [(Direction::Forward, c.edge.from, c.edge.to), (Direction::Backward, c.edge.to, c.edge.from)]
+    {
+        for reshard in &c.plan(direction).problem.reshards {
+            let ends = [("a source", from, &reshard.src.ranks), ("a destination", to, &reshard.dst.ranks)];
+            for (what, stage, ranks) in ends {
+                let device = placement.device(stage);
+                if let Some(&rank) = ranks.iter().find(|rank| home.get(rank) != Some(&device)) {
+                    return Err(StepError::WrongMesh { name: c.name.clone(), what, rank, device });
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Neighbours on the chain that are on different devices have to hear of each other.
+fn check_chain(step: &Step) -> Result<(), StepError> {
+    let placement = step.schedule.placement();
+    for (from, to) in placement.stages().zip(placement.stages().skip(1)) {
+        let crossed = step.crossings.iter().any(|c| (c.edge.from, c.edge.to) == (from, to));
+        if placement.device(from) != placement.device(to) && !crossed {
+            return Err(StepError::NothingCrosses { from, to });
+        }
+    }
+    Ok(())
+}
+
+/// As many as the stages at its ends keep, and a few to spare.
+fn num_buffers(step: &Step, crossing: &Crossing, spare: u32) -> u32 {
+    let kept = kept(&step.schedule, crossing.edge.from).max(kept(&step.schedule, crossing.edge.to));
+    (kept + spare).min(step.schedule.num_microbatches())
+}
+
+/// The most microbatches that a stage keeps at a time.
+fn kept(schedule: &Schedule, stage: StageId) -> u32 {
+    let device = schedule.placement().device(stage);
+    let (mut live, mut most) = (0u32, 0u32);
+    for pass in schedule.devices()[device.index()].iter().filter(|p| p.stage == stage) {
+        match pass.kind {
+            PassKind::F => live += 1,
+            kind if kind.frees_activation() => live = live.saturating_sub(1),
+            _ => {}
+        }
+        most = most.max(live);
+    }
+    most
+}
+
+/// A rank's ops as they are made.
+#[derive(Default)]
+struct RankOps {
+    ops: Vec<Op>,
+    deps: Vec<Vec<Dep>>,
+    stages: Vec<u64>,
+    /// Its last compute op.
+    computed: Option<u32>,
+    /// The ops that come before the next, where communication blocks.
+    before: Vec<u32>,
+}
+
+impl RankOps {
+    fn push(&mut self, kind: OpKind, tensor: u32, region: RegionId, bytes: u64, deps: Vec<Dep>) -> u32 {
+        self.ops.push(Op { kind, tensor, region, bytes, deps: 0..0 });
+        self.deps.push(deps);
+        self.ops.len() as u32 - 1
+    }
+
+    fn finish(self) -> RankProgram {
+        let mut program = RankProgram { ops: self.ops, deps: vec![], stages: self.stages };
+        for (op, mut deps) in program.ops.iter_mut().zip(self.deps) {
+            deps.sort_unstable_by_key(|d| (d.op, d.kind == DepKind::Done));
+            deps.dedup();
+            let start = program.deps.len() as u32;
+            program.deps.extend(deps);
+            op.deps = start..program.deps.len() as u32;
+        }
+        program
+    }
+}
+
+fn done(op: u32) -> Dep {
+    Dep { op, kind: DepKind::Done }
+}
+
+/// What the ops of an instance do on one rank, for those who wait for them.
+#[derive(Debug, Clone, Default)]
+struct Ends {
+    /// They bring what the consumer needs.
+    arrive: Vec<u32>,
+    /// They read what the producer made.
+    depart: Vec<u32>,
+    /// They pass on what arrived.
+    forward: Vec<u32>,
+    all: Vec<u32>,
+}
+
+/// Staging buffers of a crossing on a rank: the first of them, and the ops that used them last.
+struct Staging {
+    first: u32,
+    users: Vec<u32>,
+}
+
+struct Builder<'a> {
+    step: &'a Step,
+    lowered: &'a [[Program; 2]],
+    buffers: Vec<[u32; 2]>,
+    ranks: Vec<RankOps>,
+    parts: Vec<Part>,
+    instances: Vec<Instance>,
+    /// By instance, then rank.
+    ends: Vec<BTreeMap<Rank, Ends>>,
+    /// The instances of every crossing and direction, in the order in which they are produced.
+    produced: Vec<[Vec<u32>; 2]>,
+    /// The instance that brings a crossing's tensors of a microbatch.
+    brings: BTreeMap<(u32, Direction, MicrobatchId), u32>,
+    /// The first compute op of a pass on a rank.
+    first_part: BTreeMap<(Pass, Rank), u32>,
+    /// Ops that wait for the last part of a pass that may come later: rank, op, pass.
+    after_pass: Vec<(Rank, u32, Pass)>,
+    next_tag: u32,
+    next_lane: Vec<[u32; 2]>,
+    /// Where a crossing's staging buffers are on a rank, for each turn.
+    staging: BTreeMap<(u32, Direction, Rank, u32), Staging>,
+}
+
+impl<'a> Builder<'a> {
+    fn new(step: &'a Step, lowered: &'a [[Program; 2]], buffers: Vec<[u32; 2]>) -> Self {
+        let mut next = 0;
+        let mut lanes = |program: &Program| {
+            let first = next;
+            next += num_lanes(program);
+            first
+        };
+        let next_lane = lowered.iter().map(|[f, b]| [lanes(f), lanes(b)]).collect();
+        let num_ranks = step.cluster.num_devices();
+        Self {
+            step,
+            lowered,
+            buffers,
+            ranks: (0..num_ranks).map(|_| RankOps::default()).collect(),
+            parts: vec![],
+            instances: vec![],
+            ends: vec![],
+            produced: vec![[vec![], vec![]]; step.crossings.len()],
+            brings: BTreeMap::new(),
+            first_part: BTreeMap::new(),
+            after_pass: vec![],
+            next_tag: 0,
+            next_lane,
+            staging: BTreeMap::new(),
+        }
+    }
+
+    fn build(mut self, order: &[Item]) -> Result<StepProgram, StepError> {
+        for item in order {
+            match *item {
+                Item::Cross { crossing, direction, microbatch } => {
+                    self.cross(crossing, direction, microbatch);
+                }
+                Item::Pass(pass) => {
+                    self.compute(pass)?;
+                    if self.step.overlap {
+                        self.cross_all(self.step.crossings_from(pass).collect(), pass);
+                    }
+                }
+            }
+        }
+        self.patch();
+        let chunk_bytes = self.lowered.iter().flatten().map(|p| p.chunk_bytes).max().unwrap_or(1);
+        let ranks = self.ranks.into_iter().map(RankOps::finish).collect();
+        Ok(StepProgram {
+            program: Program { chunk_bytes, ranks, copied: vec![] },
+            parts: self.parts,
+            instances: self.instances,
+            buffers: self.buffers,
+            lowered: self.lowered.to_vec(),
+        })
+    }
+
+    fn cross_all(&mut self, crossings: Vec<(usize, Direction)>, pass: Pass) {
+        for (crossing, direction) in crossings {
+            if self.carries(crossing, pass) {
+                self.cross(crossing, direction, pass.microbatch);
+            }
+        }
+    }
+
+    /// Whether the microbatch of a pass visits both ends of a crossing.
+    fn carries(&self, crossing: usize, pass: Pass) -> bool {
+        let routes = self.step.schedule.routes();
+        let edge = self.step.crossings[crossing].edge;
+        routes.visits(pass.microbatch, edge.from) && routes.visits(pass.microbatch, edge.to)
+    }
+
+    /// Where a pass is cut: at 0, at 1, and wherever tensors are made or needed on the way.
+    fn cuts(&self, pass: Pass) -> Vec<f64> {
+        let mut cuts = vec![0.0, 1.0];
+        for (crossing, direction) in self.step.crossings_from(pass) {
+            cuts.push(self.step.crossings[crossing].made_at(direction));
+        }
+        for (crossing, direction) in self.crossings_into(pass) {
+            cuts.push(self.step.crossings[crossing].needed_at(direction));
+        }
+        cuts.sort_by(f64::total_cmp);
+        cuts.dedup();
+        cuts
+    }
+
+    /// The crossings that bring what a pass needs.
+    fn crossings_into(&self, pass: Pass) -> Vec<(usize, Direction)> {
+        let crossings = self.step.crossings.iter().enumerate();
+        let into = crossings.filter_map(|(i, c)| match pass.kind {
+            PassKind::F if c.edge.to == pass.stage => Some((i, Direction::Forward)),
+            PassKind::B | PassKind::BW if c.edge.from == pass.stage => Some((i, Direction::Backward)),
+            _ => None,
+        });
+        into.collect()
+    }
+
+    /// Emits a pass on every rank of its device.
+    fn compute(&mut self, pass: Pass) -> Result<(), StepError> {
+        let step = self.step;
+        let total = step.times[pass.stage.index()].of(pass).ok_or(StepError::Unsupported { pass })?;
+        let cuts = self.cuts(pass);
+        let of = cuts.len() as u32 - 1;
+        let device = step.schedule.placement().device(pass.stage);
+        for (part, cut) in (0..of).zip(cuts.windows(2)) {
+            let until = |share: f64| (share * total as f64).round() as u64;
+            let nanos = until(cut[1]) - until(cut[0]);
+            let id = self.parts.len() as u32;
+            self.parts.push(Part { pass, part, of });
+            for &rank in step.ranks_of(device) {
+                let deps = self.needs_of_part(pass, rank, cut, part + 1 == of);
+                let kind = OpKind::Compute { pass: id, nanos };
+                let ops = &mut self.ranks[rank.index()];
+                let op = ops.push(kind, 0, RegionId(0), 0, deps);
+                ops.computed = Some(op);
+                ops.before = vec![op];
+                self.first_part.entry((pass, rank)).or_insert(op);
+            }
+        }
+        Ok(())
+    }
+
+    /// What a part of a pass waits for: the part before it, what it needs, and room for what it makes.
+    fn needs_of_part(&mut self, pass: Pass, rank: Rank, cut: &[f64], last: bool) -> Vec<Dep> {
+        let ops = &self.ranks[rank.index()];
+        let mut deps: Vec<u32> = if self.step.overlap { vec![] } else { ops.before.clone() };
+        deps.extend(ops.computed);
+        for (crossing, direction) in self.crossings_into(pass) {
+            let at = self.step.crossings[crossing].needed_at(direction);
+            let here = at == cut[0] || (last && at >= 1.0);
+            let brings = self.brings.get(&(crossing as u32, direction, pass.microbatch));
+            if let Some(ends) = brings.filter(|_| here).and_then(|i| self.ends[*i as usize].get(&rank)) {
+                deps.extend(&ends.arrive);
+            }
+        }
+        for (crossing, direction) in self.step.crossings_from(pass) {
+            let at = self.step.crossings[crossing].made_at(direction);
+            let here = at == cut[1] || (cut[0] == 0.0 && at <= 0.0);
+            let old = self.last_in_buffer(crossing, direction);
+            if let Some(ends) = old.filter(|_| here).and_then(|i| self.ends[i as usize].get(&rank)) {
+                deps.extend(&ends.depart);
+            }
+        }
+        deps.into_iter().map(done).collect()
+    }
+
+    /// The instance that last used the buffer which the next one of a crossing will use.
+    fn last_in_buffer(&self, crossing: usize, direction: Direction) -> Option<u32> {
+        let produced = &self.produced[crossing][direction as usize];
+        let buffers = self.buffers[crossing][direction as usize] as usize;
+        produced.len().checked_sub(buffers).map(|k| produced[k])
+    }
+
+    /// Emits the ops of a crossing for a microbatch.
+    fn cross(&mut self, crossing: usize, direction: Direction, microbatch: MicrobatchId) {
+        let plan = &self.lowered[crossing][direction as usize];
+        let old = self.last_in_buffer(crossing, direction);
+        let count = self.produced[crossing][direction as usize].len() as u32;
+        let id = self.instances.len() as u32;
+        let buffer = count % self.buffers[crossing][direction as usize];
+        let mut instance = Instance { crossing: crossing as u32, direction, microbatch, buffer, ops: vec![] };
+        let mut ends = BTreeMap::new();
+        for (rank, ranked) in (0..).map(Rank).zip(&plan.ranks).filter(|(_, r)| !r.ops.is_empty()) {
+            let first = self.ranks[rank.index()].ops.len() as u32;
+            let copied = self.copy_ops(rank, ranked, id, (crossing, direction, count), microbatch, old);
+            instance.ops.push((rank, first..first + ranked.ops.len() as u32));
+            ends.insert(rank, copied);
+        }
+        let tags = plan.ranks.iter().flat_map(|r| &r.ops).filter_map(|op| match op.kind {
+            OpKind::Send { tag, .. } => Some(tag + 1),
+            _ => None,
+        });
+        self.next_tag += tags.max().unwrap_or(0);
+        self.instances.push(instance);
+        self.ends.push(ends);
+        self.produced[crossing][direction as usize].push(id);
+        self.brings.insert((crossing as u32, direction, microbatch), id);
+    }
+
+    /// Copies a rank's ops of a plan, as the `count`th instance of a crossing.
+    fn copy_ops(
+        &mut self,
+        rank: Rank,
+        ranked: &RankProgram,
+        instance: u32,
+        (crossing, direction, count): (usize, Direction, u32),
+        microbatch: MicrobatchId,
+        old: Option<u32>,
+    ) -> Ends {
+        let base = self.ranks[rank.index()].ops.len() as u32;
+        let lane = self.next_lane[crossing][direction as usize];
+        let turn = count % STAGING_TURNS;
+        let key = (crossing as u32, direction, rank, turn);
+        let Staging { first: stage_base, users: last_users } =
+            self.staging.remove(&key).unwrap_or_else(|| {
+                let stages = &mut self.ranks[rank.index()].stages;
+                stages.extend(&ranked.stages);
+                Staging { first: stages.len() as u32 - ranked.stages.len() as u32, users: vec![] }
+            });
+        let made = self.made_by(crossing, direction, microbatch, rank);
+        let before = std::mem::take(&mut self.ranks[rank.index()].before);
+        let mut ends = Ends::default();
+        let mut staged = vec![];
+        for op in &ranked.ops {
+            let mut deps: Vec<Dep> = ranked.deps(op).iter().map(|d| Dep { op: d.op + base, ..*d }).collect();
+            let (from, into) = buffers_of(op);
+            let moves = op.bytes > 0;
+            if from == Some(Buffer::Src) && moves {
+                deps.extend(made.map(done));
+            }
+            if into.is_some_and(|b| matches!(b, Buffer::Stage(_))) {
+                deps.extend(last_users.iter().copied().map(done));
+            }
+            let here = self.ranks[rank.index()].ops.len() as u32;
+            if into == Some(Buffer::Dst) && moves {
+                deps.extend(self.readers_of(old, rank).map(done));
+                if let Some(old) = old {
+                    self.after_pass.push((rank, here, self.frees(old)));
+                }
+                ends.arrive.push(here);
+            }
+            if !self.step.overlap {
+                deps.extend(before.iter().copied().map(done));
+            }
+            match from {
+                Some(Buffer::Src) if moves => ends.depart.push(here),
+                Some(Buffer::Dst) if moves => ends.forward.push(here),
+                _ => {}
+            }
+            if [from, into].into_iter().flatten().any(|b| matches!(b, Buffer::Stage(_))) {
+                staged.push(here);
+            }
+            ends.all.push(here);
+            let kind = shift(op.kind, self.next_tag, lane, stage_base);
+            self.ranks[rank.index()].push(kind, instance, op.region, op.bytes, deps);
+        }
+        self.staging.insert(key, Staging { first: stage_base, users: staged });
+        self.ranks[rank.index()].before = ends.all.clone();
+        ends
+    }
+
+    /// The compute op at whose end a crossing's tensors are made, on a rank that makes them.
+    fn made_by(&self, crossing: usize, direction: Direction, m: MicrobatchId, rank: Rank) -> Option<u32> {
+        let edge = self.step.crossings[crossing].edge;
+        let pass = match direction {
+            Direction::Forward => Pass::new(PassKind::F, edge.from, m),
+            Direction::Backward => self.step.schedule.backward(edge.to, m),
+        };
+        let first = *self.first_part.get(&(pass, rank))?;
+        let at = self.step.crossings[crossing].made_at(direction);
+        let cuts = self.cuts(pass);
+        let part = cuts.iter().position(|cut| *cut >= at).expect("every moment is a cut").saturating_sub(1);
+        Some(first + part as u32)
+    }
+
+    /// The pass after which nobody needs what an instance brought.
+    fn frees(&self, instance: u32) -> Pass {
+        let i = &self.instances[instance as usize];
+        let edge = self.step.crossings[i.crossing as usize].edge;
+        let stage = match i.direction {
+            Direction::Forward => edge.to,
+            Direction::Backward => edge.from,
+        };
+        let fused = Pass::new(PassKind::BW, stage, i.microbatch);
+        if self.step.schedule.has(fused) { fused } else { fused.with_kind(PassKind::W) }
+    }
+
+    /// Ops that pass on what an instance brought.
+    fn readers_of(&self, instance: Option<u32>, rank: Rank) -> impl Iterator<Item = u32> + use<> {
+        let ends = instance.and_then(|i| self.ends[i as usize].get(&rank));
+        ends.map(|e| e.forward.clone()).unwrap_or_default().into_iter()
+    }
+
+    /// Fills in the waits for passes that were emitted later than those who wait.
+    fn patch(&mut self) {
+        for (rank, op, pass) in std::mem::take(&mut self.after_pass) {
+            if let Some(&first) = self.first_part.get(&(pass, rank)) {
+                let last = first + self.cuts(pass).len() as u32 - 2;
+                self.ranks[rank.index()].deps[op as usize].push(done(last));
+            }
+        }
+    }
+}
+
+fn num_lanes(program: &Program) -> u32 {
+    let lanes = program.ranks.iter().flat_map(|r| &r.ops).filter_map(|op| match op.kind {
+        OpKind::Send { lane, .. } => Some(lane + 1),
+        _ => None,
+    });
+    lanes.max().unwrap_or(0)
+}
+
+fn buffers_of(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
+    match op.kind {
+        OpKind::Send { from, .. } => (Some(from), None),
+        OpKind::Recv { into, .. } => (None, Some(into)),
+        OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
+        OpKind::Compute { .. } => (None, None),
+    }
+}
+
+/// The op of a plan as one of many in a step.
+fn shift(kind: OpKind, tags: u32, lanes: u32, stages: u32) -> OpKind {
+    let stage = |buffer| match buffer {
+        Buffer::Stage(slot) => Buffer::Stage(slot + stages),
+        other => other,
+    };
+    match kind {
+        OpKind::Send { to, lane, tag, weight, from } => {
+            OpKind::Send { to, lane: lane + lanes, tag: tag + tags, weight, from: stage(from) }
+        }
+        OpKind::Recv { from, lane, tag, into, reduce } => {
+            OpKind::Recv { from, lane: lane + lanes, tag: tag + tags, into: stage(into), reduce }
+        }
+        OpKind::Copy { from, into, reduce } => OpKind::Copy { from: stage(from), into: stage(into), reduce },
+        OpKind::Compute { pass, nanos } => OpKind::Compute { pass, nanos },
+    }
+}

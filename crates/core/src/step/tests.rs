@@ -1,0 +1,125 @@
+//! Steps against closed forms.
+
+use super::*;
+use crate::cluster::Host;
+use crate::id::{MicrobatchId, StageId};
+use crate::reshard::problem::Hosts;
+use crate::reshard::{PlanOptions, Problem, plan};
+use crate::schedule::{Placement, Routes};
+use crate::sim::simulate;
+
+/// `warm(stage)` forwards, then one backward and one forward by turns.
+fn one_f_one_b(stages: u32, microbatches: u32, warm: impl Fn(u32) -> u32) -> Schedule {
+    let order = |stage: u32| {
+        let pass = |kind, m| Pass::new(kind, StageId(stage), MicrobatchId(m));
+        let warm = warm(stage).min(microbatches);
+        let mut passes: Vec<Pass> = (0..warm).map(|m| pass(PassKind::F, m)).collect();
+        for m in 0..microbatches {
+            passes.push(pass(PassKind::BW, m));
+            if warm + m < microbatches {
+                passes.push(pass(PassKind::F, warm + m));
+            }
+        }
+        passes
+    };
+    let placement = Placement::linear(stages).unwrap();
+    let routes = Routes::model_order(stages as usize);
+    Schedule::new("test", placement, routes, microbatches, (0..stages).map(order).collect()).unwrap()
+}
+
+const SECOND: u64 = 1_000_000_000;
+
+/// A stage per host, NICs of 1000 B/s, `bytes` on every edge; forwards take 1 s, backwards 2 s.
+fn step(schedule: Schedule, bytes: u64, overlap: bool) -> Step {
+    let stages = schedule.placement().num_stages();
+    let host = Host { nic_out_bytes_per_s: 1000.0, nic_in_bytes_per_s: 1000.0, ..Host::with_devices(1) };
+    let cluster = Cluster::of_hosts(vec![host; stages]);
+    let crossing = |from: usize| {
+        let layout = |stage: usize| format!("u8[{bytes}]@S{stage}{{x:1}}={stage}(_)").parse().unwrap();
+        let reshard = |a: usize, b: usize| {
+            let pair = vec![("act".to_string(), layout(a), layout(b))];
+            let problem = Problem::new(pair, Hosts::Described(cluster.clone())).unwrap();
+            plan(&problem, &PlanOptions::default()).unwrap()
+        };
+        Crossing {
+            name: format!("act {from}"),
+            edge: Edge { from: StageId::at(from), to: StageId::at(from + 1) },
+            forward: reshard(from, from + 1),
+            backward: reshard(from + 1, from),
+            made: 1.0,
+            needed: 0.0,
+        }
+    };
+    Step {
+        crossings: (0..stages - 1).map(crossing).collect(),
+        ranks: (0..stages).map(|s| vec![Rank::at(s)]).collect(),
+        times: vec![PassTimes { f_ns: SECOND, b_ns: SECOND, w_ns: SECOND, optimizer_ns: 0 }; stages],
+        cluster,
+        schedule,
+        overlap,
+    }
+}
+
+fn step_s(step: &Step) -> f64 {
+    let lowered = lower_step(step).unwrap();
+    let trace = simulate(&lowered.program, &step.cluster).unwrap();
+    StepReport::of(step, &lowered, &trace).step_s
+}
+
+fn close(a: f64, b: f64) {
+    assert!((a - b).abs() < 1e-6 * b, "{a} is not {b}");
+}
+
+#[test]
+fn without_bytes_a_step_takes_what_the_schedule_says() {
+    // Nothing moves in no time, but for a byte on each edge.
+    let s = step_s(&step(one_f_one_b(4, 8, |s| 4 - s), 1, true));
+    assert!((33.0..33.1).contains(&s), "{s}");
+}
+
+#[test]
+fn eager_hides_what_it_can_hide() {
+    for (p, m, bytes) in [(2, 8, 500), (4, 8, 1000), (4, 16, 700), (3, 9, 100)] {
+        let eager = one_f_one_b(p, m, |s| 2 * (p - s) - 1);
+        let c = bytes as f64 / 1000.0;
+        let ideal = f64::from(m + p - 1) * 3.0 + 2.0 * f64::from(p - 1) * c;
+        close(step_s(&step(eager, bytes, true)), ideal);
+    }
+}
+
+#[test]
+fn one_f_one_b_pays_for_every_edge_and_blocking_twice() {
+    // Two stages, one second on the edge: every microbatch pays a round trip; with blocking calls, both devices stand
+    // still for it.
+    let overlapped = step_s(&step(one_f_one_b(2, 32, |s| 2 - s), 1000, true));
+    let blocking = step_s(&step(one_f_one_b(2, 32, |s| 2 - s), 1000, false));
+    let ideal = 33.0 * 3.0;
+    assert!((ideal / overlapped - 0.756).abs() < 0.01, "{}", ideal / overlapped);
+    assert!((ideal / blocking - 0.607).abs() < 0.01, "{}", ideal / blocking);
+}
+
+#[test]
+fn what_is_made_early_leaves_early() {
+    let mut early = step(one_f_one_b(2, 1, |s| 2 - s), 1000, true);
+    let late = step_s(&early);
+    // Made half-way through a second, needed half-way through the next: one second of the edge hides, each way.
+    (early.crossings[0].made, early.crossings[0].needed) = (0.5, 0.5);
+    close(late, 8.0);
+    // F 0.5, edge 1, F 0.5, BW 1 (half of it), edge 1, BW 1
+    close(step_s(&early), 0.5 + 1.0 + 0.5 + 1.0 + 1.0 + 1.0);
+}
+
+#[test]
+fn mistakes_are_named() {
+    let good = step(one_f_one_b(2, 2, |s| 2 - s), 10, true);
+    let error = |change: &dyn Fn(&mut Step)| {
+        let mut bad = good.clone();
+        change(&mut bad);
+        lower_step(&bad).unwrap_err().to_string()
+    };
+    assert!(error(&|s| s.crossings.clear()).starts_with("nothing crosses from stage 0 to stage 1"));
+    assert!(error(&|s| s.ranks[1] = vec![Rank(0)]).starts_with("r0 is on device 0 and on device 1"));
+    assert!(error(&|s| s.crossings[0].made = f64::NAN).contains("not between 0 and 1"));
+    assert!(error(&|s| s.ranks.swap(0, 1)).contains("which is not on device"));
+    assert!(error(&|s| s.times.truncate(1)).contains("2 stages, the step gives 1"));
+}
