@@ -19,7 +19,7 @@ use crate::memory::{Memory, Place};
 use crate::view::View;
 
 /// Boxes start at multiples of this: a cache line.
-const ALIGN: u64 = 64;
+pub(crate) const ALIGN: u64 = 64;
 
 /// Who may map a rank's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,14 +36,16 @@ pub struct HeldBox {
     pub base: u64,
 }
 
-/// See the module.
+/// See the module. Staging buffers are in `memory`; so are the shards, unless they lie in memory of their own.
 #[derive(Debug, Clone)]
 pub struct RankBuffers {
     pub memory: Arc<Memory>,
+    pub(crate) src_memory: Arc<Memory>,
+    pub(crate) dst_memory: Arc<Memory>,
     /// By tensor.
     pub src: Vec<Vec<HeldBox>>,
     pub dst: Vec<Vec<HeldBox>>,
-    stages: Vec<u64>,
+    pub(crate) stages: Vec<u64>,
 }
 
 /// Where an op reads and writes. A send has no `into`, a receive no `from`.
@@ -74,7 +76,9 @@ impl RankBuffers {
             Sharing::Private => Memory::private(next)?,
             Sharing::Host => Memory::shared(next)?,
         };
-        Ok(Self { memory: Arc::new(memory), src, dst, stages })
+        let memory = Arc::new(memory);
+        let (src_memory, dst_memory) = (memory.clone(), memory.clone());
+        Ok(Self { memory, src_memory, dst_memory, src, dst, stages })
     }
 
     /// The places of every op, or the op that has none and why.
@@ -104,7 +108,12 @@ impl RankBuffers {
         buffer: Buffer,
         staged: Option<RegionId>,
     ) -> Result<Place, &'static str> {
-        let memory = self.memory.clone();
+        let memory = match buffer {
+            Buffer::Src => &self.src_memory,
+            Buffer::Dst => &self.dst_memory,
+            Buffer::Stage(_) => &self.memory,
+        };
+        let memory = memory.clone();
         if op.bytes == 0 {
             return Ok(Place { memory, view: View::empty() });
         }

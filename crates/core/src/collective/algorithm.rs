@@ -19,6 +19,7 @@ pub enum Algorithm {
     /// Everything straight from who has it to who wants it: one step. Of a sum, every part to everyone.
     Direct,
     /// A sum straight to its owners, a block each, and straight back: two steps, and every byte is sent once each way.
+    /// Where there is no sum for all, the same as direct.
     Pairwise,
     /// From rank to rank, around the group.
     Ring,
@@ -57,7 +58,7 @@ impl Algorithm {
     pub fn can(self, collective: Collective, in_order: bool) -> bool {
         match self {
             Algorithm::Auto | Algorithm::Direct => true,
-            Algorithm::Pairwise => matches!(collective, Collective::AllReduce | Collective::Barrier),
+            Algorithm::Pairwise => !collective.has_root(),
             Algorithm::Ring | Algorithm::TwoLevel => collective != Collective::AllToAll,
             Algorithm::Tree => collective != Collective::AllToAll && !in_order,
             Algorithm::Flow => !in_order,

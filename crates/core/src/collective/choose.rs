@@ -75,8 +75,11 @@ impl<'a> Planner<'a> {
         Ok(Self { calls, options, problem, tensors, teams, in_order })
     }
 
-    fn can(&self, algorithm: Algorithm) -> bool {
-        self.calls.iter().all(|call| algorithm.can(call.collective, self.in_order))
+    /// Whether it can do it, and in a way of its own.
+    fn is_worth_a_try(&self, algorithm: Algorithm) -> bool {
+        let all_sum = |c: &Call| matches!(c.collective, Collective::AllReduce | Collective::Barrier);
+        let differs = algorithm != Algorithm::Pairwise || self.calls.iter().any(all_sum);
+        differs && self.calls.iter().all(|call| algorithm.can(call.collective, self.in_order))
     }
 
     fn forced(&self, algorithm: Algorithm) -> Result<Plan, CollectiveError> {
@@ -102,7 +105,8 @@ impl<'a> Planner<'a> {
             return self.forced(Algorithm::Direct);
         }
         let mut candidates: Vec<Candidate> = vec![];
-        let able: Vec<Algorithm> = Algorithm::CONCRETE.into_iter().filter(|a| self.can(*a)).collect();
+        let able: Vec<Algorithm> =
+            Algorithm::CONCRETE.into_iter().filter(|a| self.is_worth_a_try(*a)).collect();
         for algorithm in able {
             let small = |variant: &Variant| self.num_transfers(*variant) <= MAX_COMPARED_TRANSFERS;
             let variants = algorithm.variants().into_iter().filter(small);

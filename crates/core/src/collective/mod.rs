@@ -38,6 +38,7 @@ mod algorithm;
 mod call;
 mod choose;
 mod group;
+mod in_place;
 mod shape;
 #[cfg(test)]
 mod tests;
@@ -55,6 +56,7 @@ pub use algorithm::Algorithm;
 pub use call::{Call, Counts};
 pub use choose::{CollectiveOptions, plan};
 pub use group::Group;
+pub use in_place::in_place;
 
 /// What a group of ranks does together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

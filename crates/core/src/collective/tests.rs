@@ -166,3 +166,24 @@ fn names_are_read_as_people_write_them() {
         assert_eq!(algorithm.name().parse(), Ok(algorithm));
     }
 }
+
+#[test]
+fn what_is_made_of_a_part_may_take_its_place() {
+    let one_place = |collective, algorithm, fixed| {
+        let call = Call::new(collective, &group(4), DType::F32, 1000);
+        let plan = planned(&call, &cluster(2, 2), algorithm, fixed);
+        let places: Vec<bool> = (0..4).map(|r| in_place(&plan, Rank(r))).collect();
+        places.iter().all(|p| *p)
+    };
+    for algorithm in
+        [Algorithm::Pairwise, Algorithm::Ring, Algorithm::Tree, Algorithm::TwoLevel, Algorithm::Flow]
+    {
+        assert!(one_place(Collective::AllReduce, algorithm, false), "{algorithm}");
+    }
+    assert!(!one_place(Collective::AllReduce, Algorithm::Direct, false));
+    // The third and fourth rank's own part comes behind others.
+    assert!(!one_place(Collective::AllReduce, Algorithm::Pairwise, true));
+    assert!(one_place(Collective::AllReduce, Algorithm::Ring, true));
+    assert!(one_place(Collective::ReduceScatter, Algorithm::Direct, false));
+    assert!(one_place(Collective::Broadcast, Algorithm::Tree, false));
+}
