@@ -13,6 +13,7 @@
 pub mod auth;
 pub mod buffer;
 pub mod clock;
+pub mod collectives;
 pub mod combine;
 pub mod deadline;
 pub mod device;

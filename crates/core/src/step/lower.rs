@@ -531,7 +531,7 @@ fn buffers_of(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
     match op.kind {
         OpKind::Send { from, .. } => (Some(from), None),
         OpKind::Recv { into, .. } => (None, Some(into)),
-        OpKind::Copy { from, into } => (Some(from), Some(into)),
+        OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
         OpKind::Compute { .. } => (None, None),
     }
 }
@@ -549,7 +549,7 @@ fn shift(kind: OpKind, tags: u32, lanes: u32, stages: u32) -> OpKind {
         OpKind::Recv { from, lane, tag, into, reduce } => {
             OpKind::Recv { from, lane: lane + lanes, tag: tag + tags, into: stage(into), reduce }
         }
-        OpKind::Copy { from, into } => OpKind::Copy { from: stage(from), into: stage(into) },
+        OpKind::Copy { from, into, reduce } => OpKind::Copy { from: stage(from), into: stage(into), reduce },
         OpKind::Compute { pass, nanos } => OpKind::Compute { pass, nanos },
     }
 }

@@ -141,7 +141,9 @@ fn row(
     progress: &Progress,
 ) -> Result<Row> {
     let group = Group::new((0..args.ranks).map(Rank).collect())?;
-    let (src, dst) = collective.layouts(&group, dtype, (bytes / dtype.bytes()).max(1))?;
+    let call =
+        crossmesh_core::collective::Call::new(collective, &group, dtype, (bytes / dtype.bytes()).max(1));
+    let (src, dst) = call.layouts()?.remove(0);
     let pair = (collective.name().to_string(), src, dst);
     let problem = Problem::new(vec![pair], Hosts::Described(cluster.clone()))?;
     let prediction = Prediction::of_problem(&problem, &PlanOptions::default())?;
