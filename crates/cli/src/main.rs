@@ -24,6 +24,7 @@ mod report;
 mod runner;
 mod suite;
 mod summary;
+mod sweep_doc;
 mod task;
 
 /// What a command found out.

@@ -49,6 +49,9 @@ pub struct RankReport {
     pub ops: Vec<(f64, f64)>,
     /// When the last repetition started, by the machine's monotonic clock.
     pub started_ns: u64,
+    /// Repetitions began with a barrier of the ranks' own: when each of them started need not be compared.
+    #[serde(default)]
+    pub synced: bool,
 }
 
 impl RankReport {
@@ -71,6 +74,7 @@ impl RankReport {
             wrong: None,
             ops: vec![],
             started_ns: 0,
+            synced: false,
         }
     }
 }
