@@ -25,6 +25,7 @@ mod report;
 mod runner;
 mod suite;
 mod summary;
+mod sweep_doc;
 mod task;
 mod timetable;
 

@@ -29,6 +29,7 @@ pub mod memory;
 pub mod pattern;
 pub mod rendezvous;
 pub mod step;
+pub mod sweep;
 pub mod transport;
 pub mod usage;
 pub mod view;
