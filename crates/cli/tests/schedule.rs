@@ -123,7 +123,7 @@ fn pictures_and_traces_are_files_that_open() {
     let (html, trace) = (scratch.at("s.html"), scratch.at("t.json"));
     ok(&[&args("zbv", "4", "8")[..], &["--comm", "0.5", "--html", &html, "--perfetto", &trace]].concat());
     let page = std::fs::read_to_string(html).unwrap();
-    assert!(page.contains("<svg") && page.contains(">F0</text>") && page.contains("no bubble 24"));
+    assert!(page.contains("<svg") && page.contains(">F</text>") && page.contains("no bubble 24"));
     assert_eq!(page.matches("<script").count(), 1, "data only");
     let trace: Value = serde_json::from_str(&std::fs::read_to_string(trace).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
