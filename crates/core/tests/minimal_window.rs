@@ -245,7 +245,7 @@ fn named_schedules_say_which_constraint_is_in_the_way() {
     let capped = Spec { caps: Some(vec![3.0; 4]), ..Spec::even(4, 8) };
     assert_eq!(
         error(Name::GPipe, &capped),
-        "no schedule of this kind keeps to the memory caps: device 0 holds 8 of activations at 0F7, more than its cap of 3"
+        "no schedule of this kind keeps to the memory caps: device 0 holds 8 activations at 0F7, more than its cap of 3 activations"
     );
     let chunks = Spec { chunks: Some(3), ..Spec::even(4, 8) };
     assert_eq!(error(Name::Zbv, &chunks), "zbv cannot have 3 chunks a device\nhint: it has 2");

@@ -3,12 +3,14 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::ValueEnum;
 use crossmesh_core::schedule::generate::Spec;
 use crossmesh_core::schedule::megatron::{LayerWeights, Layers};
 use crossmesh_core::schedule::torch_csv::{self, Cells};
-use crossmesh_core::schedule::{Backward, Footprint, Hop, Name, Schedule, StageCost, generate, memory};
+use crossmesh_core::schedule::{
+    Backward, Footprint, Hop, Name, Schedule, StageCost, check, generate, memory,
+};
 use crossmesh_core::units::parse_bytes;
 
 use crate::Answer;
@@ -93,10 +95,10 @@ struct PictureArgs {
 #[derive(Debug, Clone, clap::Args)]
 struct SizeArgs {
     /// Devices of the pipeline, each with its share of the layers
-    #[arg(long, value_name = "P", required_unless_present = "file")]
+    #[arg(long, value_name = "P")]
     stages: Option<u32>,
     /// Microbatches of a step
-    #[arg(long, value_name = "M", required_unless_present = "file")]
+    #[arg(long, value_name = "M")]
     microbatches: Option<u32>,
     /// Chunks a device, in schedules that leave it open [default: the schedule's own]
     #[arg(long, value_name = "V")]
@@ -171,10 +173,12 @@ impl CostArgs {
 
 /// What is wanted, from the arguments.
 fn spec(size: &SizeArgs, costs: &CostArgs) -> Result<Spec> {
-    let devices = size.stages.context("--stages is missing")?;
+    let devices = size.stages.context("--stages is missing\nhint: say how many devices the pipeline has")?;
     let mut spec = Spec {
         devices,
-        microbatches: size.microbatches.context("--microbatches is missing")?,
+        microbatches: size
+            .microbatches
+            .context("--microbatches is missing\nhint: say how many microbatches a step has")?,
         chunks: size.chunks,
         backward: size.backward.map(|backward| match backward {
             BackwardArg::Fused => Backward::Fused,
@@ -233,13 +237,18 @@ fn timetable(args: &OneArgs) -> Result<Timetable> {
         return Timetable::new(schedule, &costs, &bytes);
     };
     let text = read_text(path)?;
-    let name = path.file_stem().map_or("file".into(), |stem| stem.to_string_lossy().into_owned());
-    let schedule = torch_csv::read(&name, &text).with_context(|| path.display().to_string())?;
-    let table = timed_file(schedule, &args.costs, &bytes).with_context(|| path.display().to_string())?;
+    let stdin = path.as_os_str() == "-";
+    let stem = path.file_stem().filter(|_| !stdin).map(|stem| stem.to_string_lossy().into_owned());
+    let place = if stdin { "stdin".to_string() } else { path.display().to_string() };
+    let schedule = torch_csv::read(stem.as_deref().unwrap_or("stdin"), &text).context(place.clone())?;
+    check(&schedule).map_err(|error| {
+        anyhow!("{error}\nhint: of a pass such as 2BW0, torch's CSV says 2B0; and 2I0 for 2B0")
+            .context(place.clone())
+    })?;
+    let table = timed_file(schedule, &args.costs, &bytes).context(place.clone())?;
     if let Some(caps) = args.costs.caps(table.schedule.devices().len() as u32) {
         let footprint = Footprint::shares(table.schedule.placement());
-        memory::within(&table.schedule, &table.timed, &footprint, &caps)
-            .with_context(|| path.display().to_string())?;
+        memory::within(&table.schedule, &table.timed, &footprint, &caps).context(place)?;
     }
     Ok(table)
 }

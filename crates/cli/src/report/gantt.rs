@@ -118,7 +118,7 @@ fn render_bar(bar: &Bar, y: f64, height: f64, x: &dyn Fn(f64) -> f64, labelled: 
         bar.class,
         escape(&bar.title)
     );
-    let letter_width = 7.0;
+    let letter_width = 6.5;
     let fitting: String = match width >= letter_width * bar.label.chars().count() as f64 + 2.0 {
         true => bar.label.clone(),
         false => bar.label.chars().filter(|c| c.is_alphabetic()).collect(),

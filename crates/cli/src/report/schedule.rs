@@ -11,7 +11,7 @@ use super::gantt::{Bar, Gantt, Row};
 use super::{Page, card, escape};
 
 /// The time axis of a picture.
-const WIDTH: f64 = 860.0;
+const WIDTH: f64 = 820.0;
 /// More rows than this are left out.
 const MAX_ROWS: usize = 64;
 
@@ -125,7 +125,8 @@ pub fn render_all(
 ) -> String {
     let mut body = String::from("<div class=\"panel\">\n<table class=\"tight\">\n<tr>");
     let cell = |tag: &str, at: usize, text: &String| {
-        let class = if at == 0 { "" } else { " class=\"num\"" };
+        let words = at == 0 || at + 1 == header.len();
+        let class = if words { "" } else { " class=\"num\"" };
         format!("<{tag}{class}>{}</{tag}>", escape(text))
     };
     body.extend(header.iter().enumerate().map(|(at, text)| cell("th", at, text)));

@@ -28,22 +28,24 @@ struct Scale {
 impl Scale {
     /// Wide enough that every pass shows its number, if that fits into `width`; otherwise as wide as that.
     fn new(table: &Timetable, width: usize) -> Self {
-        let mut wanted = 0.0f64;
+        let mut columns_wanted = 0.0f64;
+        let mut shortest = f64::INFINITY;
         for (order, spans) in table.schedule.devices().iter().zip(&table.timed.spans) {
             for (pass, span) in order.iter().zip(spans) {
                 let length = span.end - span.start;
                 if length > 0.0 {
-                    wanted = wanted.max((label(table, *pass).len() + 1) as f64 / length);
+                    shortest = shortest.min(length);
+                    columns_wanted = columns_wanted.max((label(table, *pass).len() + 1) as f64 / length);
                 }
             }
         }
         let end = table.makespan();
         let widest = if end > 0.0 { width as f64 / end } else { 1.0 };
-        // Whole columns for the unit, where there are any: equal passes then look equal.
-        let columns_per_unit = match wanted.ceil() <= widest {
-            true => wanted.ceil(),
-            false if widest >= 1.0 => widest.floor(),
-            false => widest,
+        // Whole columns for the shortest pass, where there are any: equal passes then look equal.
+        let columns_per_unit = match (shortest.is_finite(), (columns_wanted * shortest - 1e-9).ceil()) {
+            (true, wanted) if wanted / shortest <= widest => wanted / shortest,
+            (true, _) if widest * shortest >= 1.0 => (widest * shortest).floor() / shortest,
+            _ => widest,
         };
         let columns = ((end * columns_per_unit).round() as usize).max(1);
         Self { columns_per_unit, columns }
