@@ -196,17 +196,12 @@ impl Boxes<'_> {
             for dep in ops.deps(op) {
                 let filler = &ops.ops[dep.op as usize];
                 let fills = ends(filler).1 == Some(buffer) && filler.tensor == op.tensor && filler.bytes > 0;
-                match filler.kind {
-                    OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. } => {
-                        if fills && from == Some(buffer) {
-                            held[i] = Some(filler.region);
-                        }
-                    }
-                    OpKind::Copy { .. } if fills => {
-                        held[i] = held[i].or(Some(op.region));
-                        held[dep.op as usize] = Some(op.region);
-                    }
-                    _ => {}
+                let brings = matches!(filler.kind, OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. });
+                if fills && brings && from == Some(buffer) {
+                    held[i] = Some(filler.region);
+                } else if fills && !brings {
+                    held[i] = held[i].or(Some(op.region));
+                    held[dep.op as usize] = Some(op.region);
                 }
             }
         }
