@@ -6,7 +6,7 @@ mod common;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::{Said, crossmesh};
+use common::{Said, Scratch, crossmesh};
 use crossmesh_testkit::machine::{alive, descendants, eventually, mpirun, output_within};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -76,6 +76,36 @@ fn sockets_carry_the_bytes_where_they_are_asked_to() {
     let said = said(command.args(["run", SIX[0], SIX[1]]));
     assert_eq!((said.code, said.stderr.as_str()), (0, ""));
     assert!(said.stdout.contains("started by OpenMPI, over sockets and shared memory"), "{}", said.stdout);
+}
+
+/// Also where MPI's own way is slow and takes in all that comes: TCP inside the host.
+#[test]
+fn memory_beside_the_tensors_is_bounded() {
+    let scratch = Scratch::new();
+    let pair = |i: usize| format!("t{i}: f32[32,32]@A{{x:2}}(x,_) -> f32[32,32]@B{{x:2}}(_,x)\n");
+    let small = scratch.file("small.txt", (0..10_000).map(pair).collect::<String>());
+    let cases: [(u32, &[&str]); 4] = [
+        (4, &["--pairs", small.to_str().unwrap()]),
+        (3, &["u8[33554432]@A{x:1}(_)", "u8[33554432]@B{x:2}(_)"]),
+        (8, &["f32[2048,1024]@A{dp:3,tp:2}(tp,_ | sum dp)", "f32[2048,1024]@B{x:2}(_,x)"]),
+        (16, &["f32[131072,8]@A{x:8}(x,_)", "f32[131072,8]@B{x:8}(_,x)"]),
+    ];
+    for (ranks, pair) in cases {
+        for way in ["vader,self", "tcp,self"] {
+            let mut command = mpirun(ranks);
+            command.env("OMPI_MCA_btl", way).arg(env!("CARGO_BIN_EXE_crossmesh")).arg("run").args(pair);
+            let said = said(command.args(["--format", "json"]));
+            assert_eq!(said.code, 0, "{}", said.stderr);
+            let report = said.json();
+            let memory = report["memory"].as_array().unwrap();
+            assert_eq!((memory.len() as u32, &report["verified"]), (ranks, &true.into()));
+            for rank in memory {
+                let number = |name: &str| rank[name].as_u64().unwrap();
+                let (measured, proven) = (number("extra_bytes_measured"), number("extra_bytes_proven"));
+                assert!((proven..=proven + (16 << 20)).contains(&measured), "{way}, {pair:?}: {rank}");
+            }
+        }
+    }
 }
 
 /// The rank of a process, by its environment.

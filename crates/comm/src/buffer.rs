@@ -109,7 +109,11 @@ impl RankBuffers {
             };
             Ok(OpPlaces { from: place(from).map_err(|e| (i, e))?, into: place(into).map_err(|e| (i, e))? })
         };
-        (0..).zip(&ops.ops).map(resolve).collect()
+        let mut places = Vec::with_capacity(ops.ops.len());
+        for op in (0..).zip(&ops.ops) {
+            places.push(resolve(op)?);
+        }
+        Ok(places)
     }
 
     fn place(

@@ -111,6 +111,15 @@ impl Mpi {
         let _error = unsafe { ffi::MPI_Abort(self.comm, code) };
     }
 
+    /// Done when the peer has begun to receive it: what is not done bounds the memory that MPI needs there.
+    pub fn send_data(self: &Arc<Self>, to: Rank, tag: i32, bytes: Bytes) -> Result<Request, MpiError> {
+        self.request("MPI_Issend", bytes, |at, len, request| {
+            // SAFETY: `at` and `len` are the bytes that the request owns; see the module.
+            unsafe { ffi::MPI_Issend(at, len, ffi::RSMPI_UINT8_T, to.0 as c_int, tag, self.comm, request) }
+        })
+    }
+
+    /// Done when MPI has the bytes, wherever.
     pub fn send(self: &Arc<Self>, to: Rank, tag: i32, bytes: Bytes) -> Result<Request, MpiError> {
         self.request("MPI_Isend", bytes, |at, len, request| {
             // SAFETY: `at` and `len` are the bytes that the request owns; see the module.

@@ -10,6 +10,8 @@
 //! ```
 //!
 //! MPI keeps messages of one tag between two ranks in order. No call waits, and nothing wakes us, so the engine asks.
+//! MPI takes in whatever comes, and keeps what nobody receives yet; so data is sent such that it counts as sent only when
+//! its receiver has begun with it, and little is sent before.
 
 use std::collections::VecDeque;
 use std::io;
@@ -42,8 +44,10 @@ const HEAD_TAG: i32 = 1;
 const BODY_TAG: i32 = 2;
 /// A longer payload travels by itself.
 const INLINE_BYTES: usize = MAX_WORD_BYTES;
-/// What MPI may hold of a link's data before the engine keeps the rest.
-const ROOM_BYTES: u64 = 1 << 20;
+/// What MPI may hold of a link's data before the engine keeps the rest: so many bytes, or so many parts. Of a long part
+/// only a beginning is there before it is received, in all MPI libraries.
+const ROOM_BYTES: u64 = 256 << 10;
+const ROOM_PARTS: usize = 4;
 const MAX_PART_BYTES: u64 = 512 << 10;
 const MIN_PART_BYTES: u64 = 16 << 10;
 /// Frames taken in before other links get their turn, and payloads that may be on their way in.
@@ -89,7 +93,9 @@ pub struct MpiLink {
     /// Data frames in the order they came.
     incoming: VecDeque<Incoming>,
     outgoing: VecDeque<Outgoing>,
+    /// Data in them.
     data_bytes: u64,
+    data_parts: usize,
     /// The peer said that nothing more comes; we did.
     ended: bool,
     shut: bool,
@@ -119,6 +125,7 @@ impl MpiLink {
             incoming: VecDeque::new(),
             outgoing: VecDeque::new(),
             data_bytes: 0,
+            data_parts: 0,
             ended: false,
             shut: false,
             dropped: false,
@@ -143,9 +150,13 @@ impl MpiLink {
         packed: bool,
         sent: Option<Event>,
     ) -> Result<(), LinkError> {
-        let request = self.mpi.send(self.peer, tag, bytes)?;
+        let request = match data_bytes {
+            0 => self.mpi.send(self.peer, tag, bytes)?,
+            _ => self.mpi.send_data(self.peer, tag, bytes)?,
+        };
         self.outgoing.push_back(Outgoing { request, data_bytes, packed, sent });
         self.data_bytes += data_bytes;
+        self.data_parts += usize::from(data_bytes > 0);
         Ok(())
     }
 
@@ -327,7 +338,8 @@ impl Link for MpiLink {
     }
 
     fn has_room(&self) -> bool {
-        self.data_bytes < ROOM_BYTES && self.pool.has_room(Way::Out)
+        let few = self.data_bytes < ROOM_BYTES || self.data_parts < ROOM_PARTS;
+        few && self.pool.has_room(Way::Out)
     }
 
     fn part_bytes(&self, chunk_bytes: u64) -> u64 {
@@ -368,6 +380,7 @@ impl Link for MpiLink {
             let Some((bytes, _)) = first.request.test()? else { break };
             let done = self.outgoing.pop_front().expect("just looked at it");
             self.data_bytes -= done.data_bytes;
+            self.data_parts -= usize::from(done.data_bytes > 0);
             if let (Bytes::Owned(buffer), true) = (bytes, done.packed) {
                 self.pool.give_back(Way::Out, done.data_bytes, buffer);
             }
