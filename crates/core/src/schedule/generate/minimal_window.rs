@@ -194,6 +194,9 @@ const BACKWARD_FIRST: Ranks<'static> =
 const FORWARD_FIRST: Ranks<'static> =
     Ranks::Classes { rank: |kind, _| u32::from(kind != PassKind::F), reserve: 0.0 };
 
+/// Orders that a candidate is chosen from, at most.
+const CANDIDATES: usize = 10;
+
 struct Candidate {
     windows: Vec<Window>,
     schedule: Schedule,
@@ -231,8 +234,8 @@ impl Candidate {
     }
 }
 
-/// Timings that shrinking may spend, in passes.
-const SHRINKING_PASSES: usize = 8 << 20;
+/// Passes that shrinking may dispatch or time.
+const SHRINKING_PASSES: usize = 16 << 20;
 
 /// Makes windows smaller, the first stage's first because it holds most, as long as the step does not get longer; and then once
 /// more the other way round. A stage with a smaller window than the next one would never get its first gradient.
@@ -243,13 +246,13 @@ fn shrink(
     backward: Backward,
     mut best: Candidate,
 ) -> Result<Candidate, GenerateError> {
-    let mut timings = SHRINKING_PASSES / best.schedule.num_passes();
+    let mut left = SHRINKING_PASSES;
     let stages = 0..best.windows.len();
     for stage in stages.clone().chain(stages.rev()) {
         let next = best.windows.get(stage + 1).map_or(1, |next| next.forwards);
         let (mut too_small, mut enough) = (next - 1, best.windows[stage].forwards);
-        while too_small + 1 < enough && timings > 0 {
-            timings -= 1;
+        while too_small + 1 < enough && left > 0 {
+            left = left.saturating_sub(CANDIDATES * best.schedule.num_passes());
             let middle = (too_small + enough) / 2;
             let mut windows = best.windows.clone();
             windows[stage].forwards = middle;

@@ -57,17 +57,13 @@ pub fn search(spec: &Spec, steps: u32) -> Result<Found, GenerateError> {
         let costs = spec.costs(schedule.placement())?;
         let timed = time(&schedule, &costs)?;
         named.push((name, timed.makespan));
-        starts.extend(followed(name, &spec, &schedule, &costs)?);
-        starts.push(Start { name, schedule, timed });
+        let others = followed(name, &spec, &schedule, &costs)?;
+        keep_shortest(&mut starts, [Start { name, schedule, timed }].into_iter().chain(others));
     }
-    if let Some(alone) = one_at_a_time(spec)? {
-        starts.push(alone);
-    }
-    // A stable sort: of equals, the earlier name.
-    starts.sort_by(|a, b| a.timed.makespan.total_cmp(&b.timed.makespan));
+    keep_shortest(&mut starts, one_at_a_time(spec)?);
     let mut best: Option<Start> = None;
     let mut spent = 0;
-    for start in starts.into_iter().take(IMPROVED) {
+    for start in starts {
         let share = steps / IMPROVED as u32;
         let (start, used) = improve(spec, start, caps, share)?;
         spent += used;
@@ -78,6 +74,13 @@ pub fn search(spec: &Spec, steps: u32) -> Result<Found, GenerateError> {
     let Start { name: start, schedule, timed } = best.expect("one microbatch at a time always fits");
     let schedule = schedule.renamed(Name::Search.name());
     Ok(Found { schedule, makespan: timed.makespan, start, named, steps: spent })
+}
+
+/// Only the shortest are worth their memory. A stable sort: of equals, the earlier ones.
+fn keep_shortest(starts: &mut Vec<Start>, more: impl IntoIterator<Item = Start>) {
+    starts.extend(more);
+    starts.sort_by(|a, b| a.timed.makespan.total_cmp(&b.timed.makespan));
+    starts.truncate(IMPROVED);
 }
 
 /// The named schedules with the chunks and backwards that the spec leaves open.
