@@ -1,8 +1,9 @@
 //! Which algorithm: the one asked for, or the one that is predicted to be fastest.
 //!
 //! Candidates are simulated like any other plan, with the cluster's latencies, so that small messages go in few steps
-//! and large ones where no link carries more than it must. Beside that, every message takes a rank some time to
-//! handle: with many ranks, few messages win over few steps.
+//! and large ones where no link carries more than it must. A cluster that says nothing of latency is taken to have some:
+//! without any, nothing would speak for few steps. Beside that, every message takes a rank some time to handle: with
+//! many ranks, few messages win over few steps.
 
 use super::algorithm::{Algorithm, Blocks, Variant, doubling, exchange};
 use super::shape::{Shape, Team};
@@ -15,8 +16,11 @@ use crate::sim::simulate;
 use crate::units::Seconds;
 
 /// What an op costs the rank that has it, beside what the simulator knows: to announce, to find its place, to note its
-/// end. Measured with the engine on one slow core.
-const HANDLING_S: f64 = 2e-6;
+/// end. Between what the engine takes on a fast machine and on one with fewer cores than ranks.
+const HANDLING_S: f64 = 3e-6;
+/// From host to host over TCP, and from process to process inside one, where the cluster does not say.
+const ASSUMED_LATENCY_S: f64 = 30e-6;
+const ASSUMED_LOCAL_LATENCY_S: f64 = 10e-6;
 /// Plans with more transfers than this are not made in order to be compared.
 const MAX_COMPARED_TRANSFERS: usize = 100_000;
 
@@ -50,6 +54,8 @@ struct Planner<'a> {
     tensors: Vec<u32>,
     teams: Vec<Team>,
     in_order: bool,
+    /// The cluster, with latencies.
+    compared_on: Cluster,
 }
 
 impl<'a> Planner<'a> {
@@ -72,7 +78,8 @@ impl<'a> Planner<'a> {
         let topology = Topology::new(cluster);
         let teams = calls.iter().map(|c| Team::new(c.group.ranks(), &topology)).collect();
         let in_order = options.fixed_order && calls.iter().any(Call::order_matters);
-        Ok(Self { calls, options, problem, tensors, teams, in_order })
+        let compared_on = with_latencies(cluster);
+        Ok(Self { calls, options, problem, tensors, teams, in_order, compared_on })
     }
 
     /// Whether it can do it, and in a way of its own.
@@ -93,7 +100,7 @@ impl<'a> Planner<'a> {
             [] => self.flow(),
             [only] => Ok(self.build(*only)),
             several => {
-                let plans = several.iter().map(|variant| Candidate::of(self.build(*variant)));
+                let plans = several.iter().map(|variant| self.candidate(self.build(*variant)));
                 Ok(best(plans.collect()).expect("there are several").plan)
             }
         }
@@ -110,9 +117,9 @@ impl<'a> Planner<'a> {
         for algorithm in able {
             let small = |variant: &Variant| self.num_transfers(*variant) <= MAX_COMPARED_TRANSFERS;
             let variants = algorithm.variants().into_iter().filter(small);
-            candidates.extend(variants.map(|variant| Candidate::of(self.build(variant))));
+            candidates.extend(variants.map(|variant| self.candidate(self.build(variant))));
             if algorithm == Algorithm::Flow {
-                candidates.push(Candidate::of(self.flow()?));
+                candidates.push(self.candidate(self.flow()?));
             }
         }
         let times: Vec<String> = candidates.iter().map(Candidate::describe).collect();
@@ -146,6 +153,17 @@ impl<'a> Planner<'a> {
         Ok(crate::reshard::plan(&self.problem, &options)?)
     }
 
+    fn candidate(&self, plan: Plan) -> Candidate {
+        let program = lower(&plan);
+        let trace = simulate(&program, &self.compared_on);
+        let ops = program.ranks.iter().map(|r| r.ops.len()).max().unwrap_or(0);
+        Candidate {
+            predicted_s: trace.expect("a planned program runs to its end").makespan_s,
+            handling_s: ops as f64 * HANDLING_S,
+            plan,
+        }
+    }
+
     fn build(&self, variant: Variant) -> Plan {
         let mut plan = Plan::new(self.problem.clone(), variant.algorithm.name(), 0);
         for ((call, team), &tensor) in self.calls.iter().zip(&self.teams).zip(&self.tensors) {
@@ -163,6 +181,15 @@ impl<'a> Planner<'a> {
     }
 }
 
+fn with_latencies(cluster: &Cluster) -> Cluster {
+    let or = |said: f64, assumed: f64| if said > 0.0 { said } else { assumed };
+    Cluster {
+        latency_s: or(cluster.latency_s, ASSUMED_LATENCY_S),
+        local_latency_s: or(cluster.local_latency_s, ASSUMED_LOCAL_LATENCY_S),
+        ..cluster.clone()
+    }
+}
+
 /// A plan with what it is predicted to take.
 struct Candidate {
     plan: Plan,
@@ -171,17 +198,6 @@ struct Candidate {
 }
 
 impl Candidate {
-    fn of(plan: Plan) -> Self {
-        let program = lower(&plan);
-        let trace = simulate(&program, &plan.problem.cluster);
-        let ops = program.ranks.iter().map(|r| r.ops.len()).max().unwrap_or(0);
-        Self {
-            predicted_s: trace.expect("a planned program runs to its end").makespan_s,
-            handling_s: ops as f64 * HANDLING_S,
-            plan,
-        }
-    }
-
     fn seconds(&self) -> f64 {
         self.predicted_s + self.handling_s
     }
