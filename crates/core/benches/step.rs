@@ -47,6 +47,7 @@ fn step() -> Step {
         cluster,
         schedule,
         overlap: true,
+        lockstep: true,
     }
 }
 

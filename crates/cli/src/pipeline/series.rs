@@ -135,6 +135,7 @@ impl Specimen {
             times,
             crossings,
             overlap: series.overlaps(),
+            lockstep: true,
             strategy: series.strategy().into(),
         };
         // Planned once without passes, to know what the crossings take; the schedule may depend on it.

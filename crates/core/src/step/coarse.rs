@@ -34,6 +34,7 @@ impl Step {
             times: self.times.clone(),
             crossings,
             overlap: self.overlap,
+            lockstep: self.lockstep,
         })
     }
 }

@@ -29,7 +29,8 @@ pub struct Part {
     pub of: u32,
 }
 
-/// A crossing crossed once; `Op::tensor` is an index into [`StepProgram::instances`].
+/// A crossing crossed once; `Op::tensor` is an index into [`StepProgram::instances`], or one behind the last for passes and
+/// the words with which ranks begin them together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Instance {
     pub crossing: u32,
@@ -53,6 +54,8 @@ pub struct StepProgram {
     pub lowered: Vec<[Program; 2]>,
 }
 
+/// Stands for the instance of ops that are of none, until their number is known: one behind the last.
+const OF_NO_INSTANCE: u32 = u32::MAX;
 /// Staging memory of a crossing is used by turns, so that one message can arrive while the last one leaves.
 const STAGING_TURNS: u32 = 2;
 /// Buffers that a crossing has beyond what its stages keep: one that fills and one that empties.
@@ -236,6 +239,8 @@ struct Builder<'a> {
     after_pass: Vec<(Rank, u32, Pass)>,
     next_tag: u32,
     next_lane: Vec<[u32; 2]>,
+    /// The lane of words between the ranks of a device.
+    word_lane: u32,
     /// By stage: the crossings that start there, and those that end there.
     starting: Vec<Vec<usize>>,
     ending: Vec<Vec<usize>>,
@@ -254,6 +259,7 @@ impl<'a> Builder<'a> {
             first
         };
         let next_lane = lowered.iter().map(|[f, b]| [lanes(f), lanes(b)]).collect();
+        let word_lane = next;
         let num_ranks = step.cluster.num_devices();
         let stages = step.schedule.placement().num_stages();
         let (mut starting, mut ending) = (vec![vec![]; stages], vec![vec![]; stages]);
@@ -278,6 +284,7 @@ impl<'a> Builder<'a> {
             after_pass: vec![],
             next_tag: 0,
             next_lane,
+            word_lane,
             staging: FxHashMap::default(),
         }
     }
@@ -298,7 +305,11 @@ impl<'a> Builder<'a> {
         }
         self.patch();
         let chunk_bytes = self.lowered.iter().flatten().map(|p| p.chunk_bytes).max().unwrap_or(1);
-        let ranks = self.ranks.into_iter().map(RankOps::finish).collect();
+        let mut ranks: Vec<RankProgram> = self.ranks.into_iter().map(RankOps::finish).collect();
+        let of_no_instance = self.instances.len() as u32;
+        for op in ranks.iter_mut().flat_map(|r| &mut r.ops).filter(|op| op.tensor == OF_NO_INSTANCE) {
+            op.tensor = of_no_instance;
+        }
         Ok(StepProgram {
             program: Program { chunk_bytes, ranks, copied: vec![] },
             parts: self.parts,
@@ -362,11 +373,17 @@ impl<'a> Builder<'a> {
             let nanos = until(cut[1]) - until(cut[0]);
             let id = self.parts.len() as u32;
             self.parts.push(Part { pass, part, of });
-            for &rank in step.ranks_of(device) {
-                let deps = self.needs_of_part(pass, rank, cut, part + 1 == of);
+            let ranks = step.ranks_of(device);
+            let mut needs: Vec<(Vec<u32>, Vec<u32>)> =
+                ranks.iter().map(|r| self.needs_of_part(pass, *r, cut, part + 1 == of)).collect();
+            if step.lockstep && ranks.len() > 1 && needs.iter().any(|(_, arrive)| !arrive.is_empty()) {
+                self.begin_together(ranks, &mut needs);
+            }
+            for (&rank, (own, arrive)) in ranks.iter().zip(needs) {
+                let deps = own.into_iter().chain(arrive).map(done).collect();
                 let kind = OpKind::Compute { pass: id, nanos };
                 let ops = &mut self.ranks[rank.index()];
-                let op = ops.push(kind, 0, RegionId(0), 0, deps);
+                let op = ops.push(kind, OF_NO_INSTANCE, RegionId(0), 0, deps);
                 ops.computed = Some(op);
                 ops.before = vec![op];
                 self.first_part.entry((pass, rank)).or_insert(op);
@@ -375,17 +392,41 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    /// What a part of a pass waits for: the part before it, what it needs, and room for what it makes.
-    fn needs_of_part(&mut self, pass: Pass, rank: Rank, cut: &[f64], last: bool) -> Vec<Dep> {
+    /// Lets ranks wait until each of them has what it needs: every one tells the first, and the first tells all.
+    fn begin_together(&mut self, ranks: &[Rank], needs: &mut [(Vec<u32>, Vec<u32>)]) {
+        for i in 1..ranks.len() {
+            let told = self.word(ranks[i], ranks[0], std::mem::take(&mut needs[i].1));
+            needs[0].1.push(told);
+        }
+        for i in 1..ranks.len() {
+            let told = self.word(ranks[0], ranks[i], needs[0].1.clone());
+            needs[i].1.push(told);
+        }
+    }
+
+    /// A message of no bytes. Answers the op that receives it.
+    fn word(&mut self, from: Rank, to: Rank, after: Vec<u32>) -> u32 {
+        let (tag, lane) = (self.next_tag, self.word_lane);
+        self.next_tag += 1;
+        let send = OpKind::Send { to, lane, tag, weight: 1, from: Buffer::Src };
+        let deps = after.into_iter().map(done).collect();
+        self.ranks[from.index()].push(send, OF_NO_INSTANCE, RegionId(0), 0, deps);
+        let recv = OpKind::Recv { from, lane, tag, into: Buffer::Src, reduce: false };
+        self.ranks[to.index()].push(recv, OF_NO_INSTANCE, RegionId(0), 0, vec![])
+    }
+
+    /// What a part of a pass waits for: the part before it and room for what it makes; and what arrives for it.
+    fn needs_of_part(&mut self, pass: Pass, rank: Rank, cut: &[f64], last: bool) -> (Vec<u32>, Vec<u32>) {
         let ops = &self.ranks[rank.index()];
         let mut deps: Vec<u32> = if self.step.overlap { vec![] } else { ops.before.clone() };
         deps.extend(ops.computed);
+        let mut arrive = vec![];
         for (crossing, direction) in self.crossings_into(pass) {
             let at = self.step.crossings[crossing].needed_at(direction);
             let here = at == cut[0] || (last && at >= 1.0);
             let brings = self.brings.get(&(crossing as u32, direction, pass.microbatch));
             if let Some(ends) = brings.filter(|_| here).and_then(|i| self.ends[*i as usize].get(&rank)) {
-                deps.extend(&ends.arrive);
+                arrive.extend(&ends.arrive);
             }
         }
         for (crossing, direction) in self.crossings_from(pass) {
@@ -396,7 +437,7 @@ impl<'a> Builder<'a> {
                 deps.extend(&ends.depart);
             }
         }
-        deps.into_iter().map(done).collect()
+        (deps, arrive)
     }
 
     /// The instance that last used the buffer which the next one of a crossing will use.
@@ -414,6 +455,9 @@ impl<'a> Builder<'a> {
         let id = self.instances.len() as u32;
         let buffer = count % self.buffers[crossing][direction as usize];
         let mut instance = Instance { crossing: crossing as u32, direction, microbatch, buffer, ops: vec![] };
+        if !self.step.overlap && self.step.lockstep {
+            self.cross_together(crossing);
+        }
         let mut ends = BTreeMap::new();
         for (rank, ranked) in (0..).map(Rank).zip(&plan.ranks).filter(|(_, r)| !r.ops.is_empty()) {
             let first = self.ranks[rank.index()].ops.len() as u32;
@@ -426,10 +470,43 @@ impl<'a> Builder<'a> {
             _ => None,
         });
         self.next_tag += tags.max().unwrap_or(0);
+        if !self.step.overlap {
+            self.confirm(&instance);
+        }
         self.instances.push(instance);
         self.ends.push(ends);
         self.produced[crossing][direction as usize].push(id);
         self.brings.insert((crossing as u32, direction, microbatch), id);
+    }
+
+    /// Lets the ranks of both ends start a blocking crossing together.
+    fn cross_together(&mut self, crossing: usize) {
+        let (edge, placement) = (self.step.crossings[crossing].edge, self.step.schedule.placement());
+        let ends = [edge.from, edge.to].map(|stage| self.step.ranks_of(placement.device(stage)));
+        let ranks = ends.concat();
+        let mut needs: Vec<(Vec<u32>, Vec<u32>)> =
+            ranks.iter().map(|r| (vec![], std::mem::take(&mut self.ranks[r.index()].before))).collect();
+        self.begin_together(&ranks, &mut needs);
+        for (rank, (_, before)) in ranks.iter().zip(needs) {
+            self.ranks[rank.index()].before = before;
+        }
+    }
+
+    /// Where communication blocks, a sender stands still until its message has arrived, not only until it has left: every
+    /// receiver says so.
+    fn confirm(&mut self, instance: &Instance) {
+        let mut arrived: BTreeMap<(Rank, Rank), Vec<u32>> = BTreeMap::new();
+        for (rank, range) in &instance.ops {
+            for op in range.clone() {
+                if let OpKind::Recv { from, .. } = self.ranks[rank.index()].ops[op as usize].kind {
+                    arrived.entry((*rank, from)).or_default().push(op);
+                }
+            }
+        }
+        for ((receiver, sender), ops) in arrived {
+            let told = self.word(receiver, sender, ops);
+            self.ranks[sender.index()].before.push(told);
+        }
     }
 
     /// Copies a rank's ops of a plan, as the `count`th instance of a crossing.

@@ -81,6 +81,8 @@ pub struct Step {
     pub crossings: Vec<Crossing>,
     /// Whether communication runs beside compute.
     pub overlap: bool,
+    /// Whether the ranks of a device begin a pass together, as they do where they meet in collectives inside it.
+    pub lockstep: bool,
 }
 
 impl Step {

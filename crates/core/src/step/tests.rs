@@ -57,6 +57,7 @@ fn step(schedule: Schedule, bytes: u64, overlap: bool) -> Step {
         cluster,
         schedule,
         overlap,
+        lockstep: false,
     }
 }
 
@@ -162,5 +163,26 @@ fn broad_strokes_take_as_long_as_the_whole_picture() {
         let exact = wide(schedule, elements, per_host);
         let (fine, coarse) = (step_s(&exact), step_s(&exact.coarse().unwrap()));
         assert!((coarse / fine - 1.0).abs() < 0.02, "p {p} m {m}: {coarse} for {fine}");
+    }
+}
+
+#[test]
+fn ranks_of_a_device_may_begin_together() {
+    // One rank's part comes over a slow NIC; without lockstep the other one would be ahead.
+    let mut apart = wide(one_f_one_b(2, 4, |s| 2 - s), 100, 1);
+    apart.cluster.hosts[0].nic_out_bytes_per_s = 500.0;
+    let mut together = apart.clone();
+    together.lockstep = true;
+    let (a, b) = (step_s(&apart), step_s(&together));
+    assert!(b >= a * (1.0 - 1e-9), "{a} {b}");
+    let lowered = lower_step(&together).unwrap();
+    let trace = simulate(&lowered.program, &together.cluster).unwrap();
+    for ranks in &together.ranks {
+        let starts = |rank: &Rank| -> Vec<f64> {
+            let ops = lowered.program.ranks[rank.index()].ops.iter().zip(&trace.ops[rank.index()]);
+            let computes = ops.filter(|(op, _)| matches!(op.kind, crate::program::OpKind::Compute { .. }));
+            computes.map(|(_, span)| span.start_s).collect()
+        };
+        assert!(ranks.windows(2).all(|pair| starts(&pair[0]) == starts(&pair[1])));
     }
 }
