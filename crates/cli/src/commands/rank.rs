@@ -27,6 +27,7 @@ use crossmesh_comm::rendezvous::{
 };
 use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::stream::StreamLink;
+use crossmesh_comm::transport::window::{Shares, set_window};
 use crossmesh_core::id::Rank;
 use crossmesh_core::reshard::{Plan, lower};
 use serde::{Deserialize, Serialize};
@@ -134,11 +135,16 @@ fn meet(
     let master = (place.master_addr.as_str(), place.master_port);
     let ticket = Ticket { master, rank: place.rank, host: &host, secret, deadline };
     let (member, doors) = Member::join(&ticket, leave_soon(said.clone()))?;
-    let peers: BTreeSet<Rank> = peers_of(&lower(plan), place.rank).into_iter().collect();
+    let program = lower(plan);
+    let shares = Shares::of(&plan.problem, &program);
+    let peers: BTreeSet<Rank> = peers_of(&program, place.rank).into_iter().collect();
     let sockets = connect(&member.me, &member.table, &peers, doors, secret, deadline, &log())?;
     let link = |(peer, socket)| -> Result<(Rank, Box<dyn Link>)> {
         let link = match socket {
-            Socket::Tcp(stream) => StreamLink::tcp(place.rank, peer, stream),
+            Socket::Tcp(stream) => {
+                set_window(&stream, shares.bytes_per_s(peer, place.rank))?;
+                StreamLink::tcp(place.rank, peer, stream)
+            }
             Socket::Unix(stream) => StreamLink::local(place.rank, peer, stream),
         };
         Ok((peer, Box::new(link.with_context(|| format!("the connection to {peer}"))?)))

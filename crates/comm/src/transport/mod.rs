@@ -28,6 +28,7 @@ pub mod mem;
 pub(crate) mod outbox;
 mod shm;
 pub mod stream;
+pub mod window;
 
 /// A message: the program it belongs to, and its tag there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
