@@ -27,7 +27,7 @@ use crossmesh_comm::rendezvous::{
 };
 use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::stream::StreamLink;
-use crossmesh_comm::transport::window::{Shares, set_window};
+use crossmesh_comm::transport::tcp::{Shares, set_window};
 use crossmesh_core::id::Rank;
 use crossmesh_core::reshard::{Plan, lower};
 use serde::{Deserialize, Serialize};
@@ -142,7 +142,9 @@ fn meet(
     let link = |(peer, socket)| -> Result<(Rank, Box<dyn Link>)> {
         let link = match socket {
             Socket::Tcp(stream) => {
-                set_window(&stream, shares.bytes_per_s(peer, place.rank))?;
+                if let Some(share) = shares.bytes_per_s(peer, place.rank) {
+                    set_window(&stream, share)?;
+                }
                 StreamLink::tcp(place.rank, peer, stream)
             }
             Socket::Unix(stream) => StreamLink::local(place.rank, peer, stream),

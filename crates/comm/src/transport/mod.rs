@@ -28,7 +28,7 @@ pub mod mem;
 pub(crate) mod outbox;
 mod shm;
 pub mod stream;
-pub mod window;
+pub mod tcp;
 
 /// A message: the program it belongs to, and its tag there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

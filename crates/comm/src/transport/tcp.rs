@@ -1,11 +1,11 @@
-//! How much may be under way on a TCP connection between hosts.
+//! What the kernel is told about a TCP connection between hosts.
 //!
 //! Many connections share a NIC. Left alone, each of them fills the queue in front of it until packets are dropped, and a
 //! drop near the end of a message costs a timeout. But a plan says who sends to whom, and a cluster how fast, so that
 //! every connection can have its share of what the path and a short queue hold:
 //!
 //! ```text
-//! 32 connections into a NIC of 50 MB/s        window = 50 MB/s / 32 × (round trip + 16 ms)
+//! 32 connections into a NIC of 50 MB/s        window = 50 MB/s / 32 × (round trip + 12 ms)
 //! ```
 //!
 //! The receiver advertises that window. Where the share is large, as on a fast NIC, the kernel's own choice stands.
@@ -21,13 +21,13 @@ use crossmesh_core::program::{OpKind, Program};
 use crossmesh_core::reshard::Problem;
 use rustix::net::sockopt;
 
-/// How long the queue in front of a NIC may be: long enough to bridge a process that is not scheduled for a while (with
-/// 8 ms, chains over busy machines were 3 % slower), short enough that a switch holds it.
-const QUEUE_S: f64 = 16e-3;
-/// Two large packets and a bit: with less, a connection waits for delayed acknowledgements.
-const MIN_WINDOW_BYTES: f64 = 24.0 * 1024.0;
-/// From here on the kernel's own choice stands: it is about what it starts with, and its limit is often not far above.
-const MAX_WINDOW_BYTES: f64 = 192.0 * 1024.0;
+/// How long the queue in front of a NIC may be: long enough to bridge a process that is not scheduled for a while, short
+/// enough that a switch holds it.
+const QUEUE_S: f64 = 12e-3;
+/// With the kernel's own bookkeeping, room for one large packet.
+const MIN_WINDOW_BYTES: f64 = 12.0 * 1024.0;
+/// From here on the kernel's own choice stands: it starts with about this much.
+const MAX_WINDOW_BYTES: f64 = 64.0 * 1024.0;
 /// The least wait before lost packets are sent again. The system's 200 ms are for the whole world; here they would be
 /// seen as a third of a short transfer. What is measured of the round trip still comes on top.
 const MIN_RETRANSMIT_US: i32 = 20_000;
@@ -70,11 +70,25 @@ impl Shares {
     }
 }
 
-/// Tells the kernel what a connection's incoming share is.
-pub fn set_window(stream: &TcpStream, share_bytes_per_s: Option<f64>) -> io::Result<()> {
+/// Makes a connection one of many in a cluster.
+pub fn tune(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
     set_min_retransmit(stream);
-    let Some(share) = share_bytes_per_s else { return Ok(()) };
-    if let Some(window) = window_bytes(share, round_trip_s(stream)?) {
+    leave_bbr(stream)
+}
+
+/// BBR finds out a path's rate by itself. Behind a NIC that a plan shares out, with round trips of microseconds, it loses
+/// track: chains fell to a third of their rate, where all others keep theirs. Any other choice of the system stands.
+fn leave_bbr(stream: &TcpStream) -> io::Result<()> {
+    if sockopt::tcp_congestion(stream)? == "bbr" {
+        sockopt::set_tcp_congestion(stream, "cubic")?;
+    }
+    Ok(())
+}
+
+/// Tells the kernel how much of the path a connection's incoming bytes have to themselves.
+pub fn set_window(stream: &TcpStream, share_bytes_per_s: f64) -> io::Result<()> {
+    if let Some(window) = window_bytes(share_bytes_per_s, round_trip_s(stream)?) {
         sockopt::set_socket_recv_buffer_size(stream, window)?;
     }
     Ok(())
@@ -141,22 +155,25 @@ mod tests {
 
     #[test]
     fn windows_are_for_narrow_shares_only() {
-        assert_eq!(window_bytes(50e6 / 64.0, 0.0), Some(24 * 1024), "the least");
-        assert_eq!(window_bytes(50e6 / 8.0, 0.0), Some(100_000));
-        assert_eq!(window_bytes(50e6 / 8.0, 14e-3), Some(187_500), "a longer path holds more");
+        assert_eq!(window_bytes(50e6 / 64.0, 0.0), Some(12 * 1024), "the least");
+        assert_eq!(window_bytes(50e6 / 32.0, 0.0), Some(18_750));
+        assert_eq!(window_bytes(50e6 / 32.0, 20e-3), Some(50_000), "a longer path holds more");
         assert_eq!(window_bytes(12.5e9 / 32.0, 0.0), None);
     }
 
     #[test]
-    fn a_window_is_set_on_a_live_connection() {
+    fn a_live_connection_is_tuned() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         assert!((0.0..1.0).contains(&round_trip_s(&stream).unwrap()));
+        tune(&stream).unwrap();
+        assert!(stream.nodelay().unwrap());
+        assert_ne!(sockopt::tcp_congestion(&stream).unwrap(), "bbr");
         let before = sockopt::socket_recv_buffer_size(&stream).unwrap();
-        set_window(&stream, None).unwrap();
+        set_window(&stream, 1e12).unwrap();
         assert_eq!(sockopt::socket_recv_buffer_size(&stream).unwrap(), before);
-        set_window(&stream, Some(1e6)).unwrap();
+        set_window(&stream, 1e3).unwrap();
         // The kernel doubles what it is told, for its own bookkeeping.
-        assert_eq!(sockopt::socket_recv_buffer_size(&stream).unwrap(), 2 * 24 * 1024);
+        assert_eq!(sockopt::socket_recv_buffer_size(&stream).unwrap(), 2 * 12 * 1024);
     }
 }
