@@ -16,6 +16,7 @@ mod input;
 mod links;
 mod output;
 mod predict;
+mod rates;
 #[cfg(test)]
 mod reference;
 mod report;
