@@ -19,6 +19,7 @@ mod output;
 mod part;
 mod pipeline;
 mod predict;
+mod rates;
 #[cfg(test)]
 mod reference;
 mod report;

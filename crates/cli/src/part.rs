@@ -62,6 +62,7 @@ impl Part<'_> {
     /// Connects with the ranks that the plan needs.
     pub fn connect(&self, meeting: &mut dyn Meeting, deadline: Deadline) -> Result<Links, RendezvousError> {
         let peers: BTreeSet<Rank> = self.task.peers(self.rank).into_iter().collect();
+        meeting.expect_shares(self.task.shares());
         meeting.connect(&peers, deadline)
     }
 

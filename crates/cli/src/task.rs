@@ -10,6 +10,8 @@ use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, RankReport, exec
 use crossmesh_comm::step::execute_step;
 use crossmesh_comm::sweep::{Sweep, execute_sweep};
 use crossmesh_comm::transport::Link;
+use crossmesh_comm::transport::tcp::Shares;
+use crossmesh_core::cluster::Topology;
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::Program;
 use crossmesh_core::reshard::{Plan, lower};
@@ -109,6 +111,20 @@ impl<'a> Task<'a> {
         match self {
             Task::Plan { .. } | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32 * repeat,
+        }
+    }
+
+    /// What each connection has of the NICs to itself.
+    pub fn shares(&self) -> Shares {
+        match self {
+            Task::Plan { plan, program } => {
+                Shares::of(&plan.problem.cluster, &plan.problem.topology, program)
+            }
+            Task::Step { step, lowered } => {
+                Shares::of(&step.cluster, &Topology::new(&step.cluster), &lowered.program)
+            }
+            // Which ranks talk changes from one collective to the next.
+            Task::Sweep { .. } => Shares::default(),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Memory that ranks move bytes out of and into: one mapping, private or shared with the processes of the host.
 //!
-//! All of the crate's `unsafe` is here, but for MPI's calls. What makes it sound:
+//! All of the crate's `unsafe` is here, but for MPI's calls and two socket options in `transport::tcp`. What makes it sound:
 //! - a mapping lives as long as its [`Memory`], and every access is checked against its length;
 //! - a rank's memory is written only by the one thread that drives its engine (a `Memory` is handed to it);
 //! - a peer that has the segment mapped only reads it, and only bytes that were offered to it. The verifier proved that

@@ -44,13 +44,14 @@ enum What {
 #[command(after_help = "Examples:
   crossmesh bench reshard --predict
   crossmesh bench reshard --emulate 400Mbit --strategies flow,sendrecv   # as root
+  crossmesh bench reshard --emulate 400Mbit,h1=200Mbit --suite uneven    # one slow host
   crossmesh bench reshard --predict --suite modern --html bench.html
   crossmesh bench reshard --predict --suite mine.toml --format json")]
 struct ReshardArgs {
     /// Simulate instead of running
     #[arg(long)]
     predict: bool,
-    /// paper, modern, or a suite file
+    /// paper, modern, uneven, or a suite file
     #[arg(long, value_name = "S", default_value = "paper")]
     suite: String,
     /// Only the cases whose name contains this

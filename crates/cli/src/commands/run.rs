@@ -57,7 +57,8 @@ pub struct Args {
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Running")]
 pub struct RunArgs {
-    /// Put every host into a network namespace with a NIC of this rate, or `cluster` for the cluster's rates; needs root
+    /// Put every host into a network namespace with a NIC of this rate (`400Mbit`; one host slower: `400Mbit,h1=200Mbit`),
+    /// or `cluster` for the cluster's rates; needs root
     #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
     pub emulate: Option<String>,
     /// How often [default: 1; a bench: 5]

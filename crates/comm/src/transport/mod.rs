@@ -31,6 +31,7 @@ pub mod mpi;
 pub(crate) mod outbox;
 mod shm;
 pub mod stream;
+pub mod tcp;
 mod words;
 
 /// A message: the program it belongs to, and its tag there.

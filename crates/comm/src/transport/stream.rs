@@ -14,7 +14,7 @@ use rustix::net::{Shutdown, shutdown, sockopt};
 use super::inbox::{Arrivals, Arriving, Inbox, Received};
 use super::outbox::Outbox;
 use super::shm::Shm;
-use super::{Control, Event, Expected, Link, LinkError, Message, words};
+use super::{Control, Event, Expected, Link, LinkError, Message, tcp, words};
 use crate::memory::Place;
 use crate::wire::{Header, Kind, MAX_PAYLOAD};
 
@@ -43,7 +43,7 @@ pub struct StreamLink {
 
 impl StreamLink {
     pub fn tcp(me: Rank, peer: Rank, stream: TcpStream) -> Result<Self, LinkError> {
-        stream.set_nodelay(true)?;
+        tcp::tune(&stream)?;
         sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER_BYTES)?;
         Self::new(me, peer, stream.into(), None)
     }
