@@ -172,7 +172,7 @@ fn take_part(
     };
     let abort = match summary {
         Ok(summary) => match gather(meeting, &summary) {
-            Ok(summaries) => return Ok(measured(job, &summaries, options)),
+            Ok(summaries) => return Ok(measured(job, &summaries, work.task.num_times(options.repeat))),
             Err(error) => meeting.fail(fault(&comm_error(rank, error))),
         },
         Err(abort) => abort,
@@ -193,11 +193,11 @@ fn gather(meeting: &mut dyn Meeting, summary: &Summary) -> Result<Vec<Summary>, 
     told.values().map(parse).collect()
 }
 
-fn measured(job: &Joined, summaries: &[Summary], options: &RunOptions) -> Measured {
+fn measured(job: &Joined, summaries: &[Summary], times: u32) -> Measured {
     let mut hosts = job.meeting.hosts().to_vec();
     hosts.sort_unstable();
     hosts.dedup();
     let (launcher, transport) = (job.launcher, job.meeting.transport());
     let by = Started::ByOthers { launcher, hosts: hosts.len(), transport };
-    combine(summaries, options.repeat, by)
+    combine(summaries, times, by)
 }

@@ -11,7 +11,7 @@ use crossmesh_comm::clock::{Clock, Monotonic};
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::EngineOptions;
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, peers_of};
+use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport};
 use crossmesh_comm::rendezvous::{Abort, Fault, Links, Log, Meeting, OnAbort, RendezvousError};
 use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::id::Rank;
@@ -34,6 +34,9 @@ pub struct Summary {
     /// By run: when the barrier opened, by the machine's clock, and how long the rank's part took.
     pub started_ns: Vec<u64>,
     pub seconds: Vec<f64>,
+    /// Runs began together; when each rank started need not be compared.
+    #[serde(default)]
+    pub synced: bool,
     pub bytes_sent: u64,
     pub bytes_received: u64,
     pub verified: bool,
@@ -58,7 +61,7 @@ pub struct Part<'a> {
 impl Part<'_> {
     /// Connects with the ranks that the plan needs.
     pub fn connect(&self, meeting: &mut dyn Meeting, deadline: Deadline) -> Result<Links, RendezvousError> {
-        let peers: BTreeSet<Rank> = peers_of(self.task.program(), self.rank).into_iter().collect();
+        let peers: BTreeSet<Rank> = self.task.peers(self.rank).into_iter().collect();
         meeting.connect(&peers, deadline)
     }
 
@@ -91,7 +94,7 @@ impl Part<'_> {
 
     /// For a rank that the plan does not know: waits where the others do.
     pub fn watch(&self, meeting: &mut dyn Meeting) -> Result<Summary, Abort> {
-        for _ in 0..self.repeat {
+        for _ in 0..self.task.num_barriers(self.repeat) {
             if let Err(error) = meeting.barrier(Deadline::after(BARRIER)) {
                 return Err(meeting.fail(fault(&comm_error(self.rank, error))));
             }
@@ -143,6 +146,7 @@ fn summary(report: RankReport, started_ns: Vec<u64>) -> Summary {
         machine: machine(),
         started_ns,
         seconds: report.seconds,
+        synced: report.synced,
         bytes_sent: report.bytes_sent,
         bytes_received: report.bytes_received,
         verified: report.verified,

@@ -19,7 +19,7 @@ use crate::memory::{Memory, Place};
 use crate::view::View;
 
 /// Boxes start at multiples of this: a cache line.
-const ALIGN: u64 = 64;
+pub(crate) const ALIGN: u64 = 64;
 
 /// Who may map a rank's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,15 +36,17 @@ pub struct HeldBox {
     pub base: u64,
 }
 
-/// See the module.
+/// See the module. Staging buffers are in `memory`; so are the shards, unless they lie in memory of their own.
 #[derive(Debug, Clone)]
 pub struct RankBuffers {
     pub memory: Arc<Memory>,
+    pub(crate) src_memory: Arc<Memory>,
+    pub(crate) dst_memory: Arc<Memory>,
     /// By tensor.
     pub src: Vec<Vec<HeldBox>>,
     pub dst: Vec<Vec<HeldBox>>,
-    stages: Vec<u64>,
-    tensor_bytes: u64,
+    pub(crate) stages: Vec<u64>,
+    pub(crate) tensor_bytes: u64,
 }
 
 /// Where an op reads and writes. A send has no `into`, a receive no `from`.
@@ -80,7 +82,9 @@ impl RankBuffers {
             Sharing::Private => Memory::private(next)?,
             Sharing::Host => Memory::shared(next)?,
         };
-        Ok(Self { memory: Arc::new(memory), src, dst, stages, tensor_bytes })
+        let memory = Arc::new(memory);
+        let (src_memory, dst_memory) = (memory.clone(), memory.clone());
+        Ok(Self { memory, src_memory, dst_memory, src, dst, stages, tensor_bytes })
     }
 
     /// What its shards hold, without staging buffers.
@@ -119,7 +123,12 @@ impl RankBuffers {
         buffer: Buffer,
         staged: Option<RegionId>,
     ) -> Result<Place, &'static str> {
-        let memory = self.memory.clone();
+        let memory = match buffer {
+            Buffer::Src => &self.src_memory,
+            Buffer::Dst => &self.dst_memory,
+            Buffer::Stage(_) => &self.memory,
+        };
+        let memory = memory.clone();
         if op.bytes == 0 {
             return Ok(Place { memory, view: View::empty() });
         }
@@ -159,7 +168,7 @@ fn ends(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
     match op.kind {
         OpKind::Send { from, .. } => (Some(from), None),
         OpKind::Recv { into, .. } => (None, Some(into)),
-        OpKind::Copy { from, into } => (Some(from), Some(into)),
+        OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
         OpKind::Compute { .. } => (None, None),
     }
 }
@@ -185,19 +194,18 @@ impl Boxes<'_> {
             let (from, into) = ends(op);
             let staged = [from, into].into_iter().flatten().find(|b| matches!(b, Buffer::Stage(_)));
             let Some(buffer) = staged else { continue };
-            if matches!(op.kind, OpKind::Recv { .. }) {
+            if matches!(op.kind, OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. }) {
                 held[i] = Some(op.region);
             }
             for dep in ops.deps(op) {
                 let filler = &ops.ops[dep.op as usize];
                 let fills = ends(filler).1 == Some(buffer) && filler.tensor == op.tensor && filler.bytes > 0;
-                match filler.kind {
-                    OpKind::Recv { .. } if fills && from == Some(buffer) => held[i] = Some(filler.region),
-                    OpKind::Copy { .. } if fills => {
-                        held[i] = held[i].or(Some(op.region));
-                        held[dep.op as usize] = Some(op.region);
-                    }
-                    _ => {}
+                let brings = matches!(filler.kind, OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. });
+                if fills && brings && from == Some(buffer) {
+                    held[i] = Some(filler.region);
+                } else if fills && !brings {
+                    held[i] = held[i].or(Some(op.region));
+                    held[dep.op as usize] = Some(op.region);
                 }
             }
         }

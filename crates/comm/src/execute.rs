@@ -60,6 +60,9 @@ pub struct RankReport {
     pub started_ns: u64,
     /// Missing where it was not measured.
     pub memory: Option<ExtraMemory>,
+    /// Repetitions began with a barrier of the ranks' own: when each of them started need not be compared.
+    #[serde(default)]
+    pub synced: bool,
 }
 
 impl RankReport {
@@ -83,6 +86,7 @@ impl RankReport {
             ops: vec![],
             started_ns: 0,
             memory: None,
+            synced: false,
         }
     }
 }

@@ -4,7 +4,9 @@
 //! - a mapping lives as long as its [`Memory`], and every access is checked against its length;
 //! - a rank's memory is written only by the one thread that drives its engine (a `Memory` is handed to it);
 //! - a peer that has the segment mapped only reads it, and only bytes that were offered to it. The verifier proved that
-//!   nothing writes to those until the peer has said that it took them.
+//!   nothing writes to those until the peer has said that it took them;
+//! - elements of a [`crate::collectives::Buffer`] are seen as a slice only by who owns the buffer, and no program has it
+//!   meanwhile: starting one takes the buffer away, and the end of the program gives it back.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -17,6 +19,7 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
+use crate::collectives::Element;
 use crate::combine::Combine;
 use crate::view::View;
 
@@ -104,6 +107,32 @@ impl Memory {
         // SAFETY: in bounds and mapped; the one thread that writes to this memory holds one slice of any byte at a
         // time, as the functions below let none escape but for the reads of one system call.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at), len) }
+    }
+}
+
+/// The bytes of some elements.
+pub(crate) fn bytes_of<T: Element>(elements: &[T]) -> &[u8] {
+    // SAFETY: an element is plain numbers without padding (`Element` is sealed), and bytes have no alignment.
+    unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), size_of_val(elements)) }
+}
+
+impl Memory {
+    /// Elements that lie in it, `at` bytes from its start.
+    pub(crate) fn elements<T: Element>(&self, at: u64, len: usize) -> &[T] {
+        let (at, _) = self.check((at, (len * size_of::<T>()) as u64));
+        assert!(at.is_multiple_of(align_of::<T>()), "elements start where their type may");
+        // SAFETY: in bounds and aligned (the mapping starts at a page); any bits are an element (`Element` is sealed).
+        // The owner of the buffer alone has it, by the module's rules.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(at).cast(), len) }
+    }
+
+    /// The same to change them. The caller owns them.
+    #[expect(clippy::mut_from_ref, reason = "the buffer that owns these elements is borrowed mutably")]
+    pub(crate) fn elements_mut<T: Element>(&self, at: u64, len: usize) -> &mut [T] {
+        let (at, _) = self.check((at, (len * size_of::<T>()) as u64));
+        assert!(at.is_multiple_of(align_of::<T>()), "elements start where their type may");
+        // SAFETY: as above, and the owner borrowed its buffer mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at).cast(), len) }
     }
 }
 

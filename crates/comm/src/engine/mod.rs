@@ -258,7 +258,8 @@ impl Engine {
         self.copy_some();
         self.announce();
         self.pump_sends()?;
-        let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty();
+        let can_compute = !self.computing && !self.passes.is_empty();
+        let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty() || can_compute;
         let ended =
             self.jobs.values().any(|j| j.left == 0) && !self.peers.iter().any(|p| p.link.wants_write());
         self.poll(may_wait && !busy && !ended)?;
@@ -471,12 +472,15 @@ impl Engine {
                 continue;
             };
             let bytes = job.op(op).bytes;
-            let part = self.copied..(self.copied + budget).min(bytes);
+            // Never half an element.
+            let part = self.copied..(self.copied + budget).next_multiple_of(64).min(bytes);
             let places = &job.spec.places[op as usize];
             if let (Some(from), Some(into)) = (&places.from, &places.into) {
-                into.copy_from(from, part.clone(), None);
+                let adds = matches!(job.op(op).kind, OpKind::Copy { reduce: true, .. });
+                let combine = job.spec.tensors[job.op(op).tensor as usize].combine.filter(|_| adds);
+                into.copy_from(from, part.clone(), combine);
             }
-            budget -= part.end - part.start;
+            budget = budget.saturating_sub(part.end - part.start);
             self.copied = part.end;
             if note_progress(job, op, part.end, now) {
                 job.ops[op as usize].ended_ns = self.clock.now_ns();
