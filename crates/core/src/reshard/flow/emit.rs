@@ -81,8 +81,8 @@ struct Lanes {
     lanes: Vec<Lane>,
 }
 
-/// Between hosts (0), inside one (1), of a sum (2), on a holder's host to a relay (3) or to stay (4); its class or path;
-/// its place in the class, or the host.
+/// Between hosts with forwarding (0) or without (5), inside one (1), of a sum (2), on a holder's host to a relay (3) or
+/// to stay (4); its class or path; its place in the class, or the host.
 pub(super) type RouteId = (u8, u32, u32);
 
 struct Lane {
@@ -343,7 +343,7 @@ impl<'a> Emitter<'a> {
             let entry = self.entry(cell, edge.to);
             let arrived = match since {
                 Some(_) => self.plan.add(tensor, src, entry, region, since.as_slice()),
-                None => self.add_root(tensor, (src, entry), region, cell.lane.map(|l| (l, edge.to))),
+                None => self.add_root(tensor, (src, entry), region, self.lane_to(cell, edge.to, entry)),
             };
             self.has[edge.to as usize] = Has { box_number: self.box_number, first: self.arrivals.len() };
             self.arrivals.push((entry, arrived));
@@ -380,6 +380,15 @@ impl<'a> Emitter<'a> {
                 None => self.add_first(tensor, (from, to), region, &[], (4, cell.key.0, host)),
             });
             from = to;
+        }
+    }
+
+    /// The lane of a box that leaves a holder. With several ports, boxes for one host enter it at different devices, and
+    /// inside it each goes at its own pace.
+    fn lane_to(&self, cell: &Cell, host: u32, entry: Rank) -> Option<(RouteId, u32)> {
+        match self.many_ports {
+            false => cell.lane.map(|route| (route, host)),
+            true => Some((cell.lane.unwrap_or((5, 0, 0)), entry.0)),
         }
     }
 
