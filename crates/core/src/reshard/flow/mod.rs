@@ -104,10 +104,10 @@ impl Flow<'_> {
         emitter.remote(&remote);
 
         let no_loads = vec![0; local_rates.len()];
-        let (local_s, _) = least_time(&out_jobs(&self.demands.local), &local_rates, &no_loads, self.bound_s);
-        let local =
-            routes(&self.demands.local, &local_rates, &no_loads, local_s).expect("the least time is enough");
-        emitter.local(&local);
+        let inside = emitter.local_classes();
+        let (local_s, _) = least_time(&out_jobs(&inside), &local_rates, &no_loads, self.bound_s);
+        let local = routes(&inside, &local_rates, &no_loads, local_s).expect("the least time is enough");
+        emitter.local(&inside, &local);
         let mut plan = emitter.into_plan();
         let depth = deepest(&remote);
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
