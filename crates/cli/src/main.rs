@@ -17,6 +17,7 @@ mod joined;
 mod links;
 mod output;
 mod part;
+mod pipeline;
 mod predict;
 #[cfg(test)]
 mod reference;
@@ -24,6 +25,7 @@ mod report;
 mod runner;
 mod suite;
 mod summary;
+mod sweep_doc;
 mod task;
 mod timetable;
 

@@ -11,8 +11,9 @@ use crossmesh_comm::clock::{Clock, Monotonic};
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::EngineOptions;
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, peers_of};
+use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport};
 use crossmesh_comm::rendezvous::{Abort, Fault, Links, Log, Meeting, OnAbort, RendezvousError};
+use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
 
@@ -33,12 +34,17 @@ pub struct Summary {
     /// By run: when the barrier opened, by the machine's clock, and how long the rank's part took.
     pub started_ns: Vec<u64>,
     pub seconds: Vec<f64>,
+    /// Runs began together; when each rank started need not be compared.
+    #[serde(default)]
+    pub synced: bool,
     pub bytes_sent: u64,
     pub bytes_received: u64,
     pub verified: bool,
     pub wrong: Option<String>,
     /// The most memory the process had, by the system's account.
     pub peak_rss_bytes: Option<u64>,
+    /// Beside its tensors, where the system tells.
+    pub memory: Option<ExtraMemory>,
 }
 
 /// What a rank has to do.
@@ -55,7 +61,7 @@ pub struct Part<'a> {
 impl Part<'_> {
     /// Connects with the ranks that the plan needs.
     pub fn connect(&self, meeting: &mut dyn Meeting, deadline: Deadline) -> Result<Links, RendezvousError> {
-        let peers: BTreeSet<Rank> = peers_of(self.task.program(), self.rank).into_iter().collect();
+        let peers: BTreeSet<Rank> = self.task.peers(self.rank).into_iter().collect();
         meeting.connect(&peers, deadline)
     }
 
@@ -68,7 +74,8 @@ impl Part<'_> {
     ) -> Result<Summary, Abort> {
         let engine = EngineOptions { deadline_ms: self.deadline_ms, hosts: meeting.hosts().to_vec() };
         let sharing = meeting.sharing();
-        let options = ExecuteOptions { engine, sharing, repeat: self.repeat, ..ExecuteOptions::default() };
+        let options =
+            ExecuteOptions { engine, sharing, repeat: self.repeat, check: true, measure_memory: true };
         let mut started_ns = vec![];
         let mut barrier = || {
             meeting.barrier(Deadline::after(BARRIER)).map_err(|e| comm_error(self.rank, e))?;
@@ -87,7 +94,7 @@ impl Part<'_> {
 
     /// For a rank that the plan does not know: waits where the others do.
     pub fn watch(&self, meeting: &mut dyn Meeting) -> Result<Summary, Abort> {
-        for _ in 0..self.repeat {
+        for _ in 0..self.task.num_barriers(self.repeat) {
             if let Err(error) = meeting.barrier(Deadline::after(BARRIER)) {
                 return Err(meeting.fail(fault(&comm_error(self.rank, error))));
             }
@@ -139,11 +146,13 @@ fn summary(report: RankReport, started_ns: Vec<u64>) -> Summary {
         machine: machine(),
         started_ns,
         seconds: report.seconds,
+        synced: report.synced,
         bytes_sent: report.bytes_sent,
         bytes_received: report.bytes_received,
         verified: report.verified,
         wrong: report.wrong,
         peak_rss_bytes: peak_rss_bytes(),
+        memory: report.memory,
     }
 }
 

@@ -11,6 +11,7 @@ use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
+use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
 
@@ -58,7 +59,7 @@ impl RunOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Started {
     ByUs,
-    ByOthers { launcher: &'static str, hosts: usize },
+    ByOthers { launcher: &'static str, hosts: usize, transport: &'static str },
 }
 
 /// What a run showed.
@@ -69,20 +70,26 @@ pub struct Measured {
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
     pub peak_rss_bytes: Option<u64>,
+    /// What ranks needed beside their tensors, where the system tells.
+    pub memory: Vec<(Rank, ExtraMemory)>,
     pub started: Started,
 }
 
 impl Measured {
     pub fn median_s(&self) -> f64 {
-        let mut sorted = self.seconds.clone();
-        sorted.sort_by(f64::total_cmp);
-        let middle = sorted.len() / 2;
-        if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
+        median(&self.seconds)
     }
 
     pub fn verified(&self) -> bool {
         self.wrong.is_empty()
     }
+}
+
+pub fn median(seconds: &[f64]) -> f64 {
+    let mut sorted = seconds.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
 }
 
 /// How a run failed.
@@ -154,14 +161,18 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let secret = Secret::generate()?;
     let processes = ranks.iter().map(|rank| process(work, options, &site, *rank, &secret, folder.path()));
     let heard = Arc::new(Heard::default());
-    let job = Job::start(processes.collect::<Result<_>>()?, listen(&heard, options.repeat), GRACE)?;
+    let job = Job::start(
+        processes.collect::<Result<_>>()?,
+        listen(&heard, work.task.num_barriers(options.repeat)),
+        GRACE,
+    )?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
     let outcome = job.wait(&signals, None);
     progress.say("");
     let summaries = std::mem::take(&mut *heard.summaries.lock().expect("no thread panics with it"));
     let wrong_answer = matches!(outcome, Outcome::Failed { status, .. } if status.code() == Some(1));
     if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
-        return Ok(combine(&summaries, options.repeat, Started::ByUs));
+        return Ok(combine(&summaries, work.task.num_times(options.repeat), Started::ByUs));
     }
     save_flight(options, work, folder.path());
     let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
@@ -272,8 +283,10 @@ pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured
     let one_clock = summaries.windows(2).all(|pair| pair[0].machine == pair[1].machine);
     let span = |run: usize| {
         let took_part = || summaries.iter().filter(|s| run < s.seconds.len());
-        let start = took_part().map(|s| s.started_ns[run]).min().unwrap_or(0);
-        let late_s = |s: &Summary| if one_clock { (s.started_ns[run] - start) as f64 / 1e9 } else { 0.0 };
+        let compared = one_clock && !took_part().any(|s| s.synced);
+        let started = |s: &Summary| if compared { s.started_ns[run] } else { 0 };
+        let start = took_part().map(started).min().unwrap_or(0);
+        let late_s = |s: &Summary| (started(s) - start) as f64 / 1e9;
         took_part().map(|s| late_s(s) + s.seconds[run]).fold(0.0, f64::max)
     };
     Measured {
@@ -284,6 +297,7 @@ pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured
             .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
             .collect(),
         peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
+        memory: summaries.iter().filter_map(|s| Some((s.rank, s.memory.clone()?))).collect(),
         started,
     }
 }

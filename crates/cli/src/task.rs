@@ -1,4 +1,4 @@
-//! What a rank of a run is there for: a plan, or a training step.
+//! What a rank of a run is there for: a plan, a training step, or a sweep of collectives.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -6,8 +6,9 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::device::VirtualDevice;
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, RankReport, execute};
+use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, RankReport, execute, peers_of};
 use crossmesh_comm::step::execute_step;
+use crossmesh_comm::sweep::{Sweep, execute_sweep};
 use crossmesh_comm::transport::Link;
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::Program;
@@ -16,12 +17,14 @@ use crossmesh_core::step::doc::StepDoc;
 use crossmesh_core::step::{Step, StepProgram, lower_step};
 
 use crate::input::{PlanFile, read_plan};
+use crate::sweep_doc::SweepDoc;
 
 /// See the module.
 #[expect(clippy::large_enum_variant, reason = "a process has one of it")]
 pub enum Task<'a> {
     Plan { plan: Cow<'a, Plan>, program: Program },
     Step { step: Cow<'a, Step>, lowered: Cow<'a, StepProgram> },
+    Sweep { sweep: Cow<'a, Sweep> },
 }
 
 impl<'a> Task<'a> {
@@ -29,14 +32,22 @@ impl<'a> Task<'a> {
         Task::Plan { program: lower(plan), plan: Cow::Borrowed(plan) }
     }
 
+    pub fn of_step(step: &'a Step, lowered: &'a StepProgram) -> Self {
+        Task::Step { step: Cow::Borrowed(step), lowered: Cow::Borrowed(lowered) }
+    }
+
+    pub fn of_sweep(sweep: &'a Sweep) -> Self {
+        Task::Sweep { sweep: Cow::Borrowed(sweep) }
+    }
+
     /// Reads the one document that is given.
-    pub fn read(plan: Option<&Path>, step: Option<&Path>) -> Result<Self> {
-        match (plan, step) {
-            (Some(path), None) => {
+    pub fn read(plan: Option<&Path>, step: Option<&Path>, sweep: Option<&Path>) -> Result<Self> {
+        match (plan, step, sweep) {
+            (Some(path), None, None) => {
                 let PlanFile { plan, .. } = read_plan(path)?;
                 Ok(Task::Plan { program: lower(&plan), plan: Cow::Owned(plan) })
             }
-            (None, Some(path)) => {
+            (None, Some(path), None) => {
                 let text = std::fs::read_to_string(path)
                     .with_context(|| format!("cannot read the step {}", path.display()))?;
                 let doc: StepDoc = serde_json::from_str(&text)
@@ -45,7 +56,8 @@ impl<'a> Task<'a> {
                 let lowered = lower_step(&step)?;
                 Ok(Task::Step { step: Cow::Owned(step), lowered: Cow::Owned(lowered) })
             }
-            _ => bail!("a rank runs either a plan or a step"),
+            (None, None, Some(path)) => Ok(Task::Sweep { sweep: Cow::Owned(SweepDoc::read(path)?) }),
+            _ => bail!("a rank runs either a plan, a step or a sweep"),
         }
     }
 
@@ -54,6 +66,7 @@ impl<'a> Task<'a> {
         match self {
             Task::Plan { .. } => "--plan",
             Task::Step { .. } => "--step",
+            Task::Sweep { .. } => "--sweep",
         }
     }
 
@@ -66,13 +79,36 @@ impl<'a> Task<'a> {
                 ranks.sort_unstable();
                 ranks
             }
+            Task::Sweep { sweep } => {
+                let mut ranks = sweep.groups.concat();
+                ranks.sort_unstable();
+                ranks
+            }
         }
     }
 
-    pub fn program(&self) -> &Program {
+    /// The ranks that a rank talks to.
+    pub fn peers(&self, rank: Rank) -> Vec<Rank> {
         match self {
-            Task::Plan { program, .. } => program,
-            Task::Step { lowered, .. } => &lowered.program,
+            Task::Plan { program, .. } => peers_of(program, rank),
+            Task::Step { lowered, .. } => peers_of(&lowered.program, rank),
+            Task::Sweep { sweep } => sweep.peers(rank),
+        }
+    }
+
+    /// How often the ranks wait for each other: before every run, or every case of a sweep.
+    pub fn num_barriers(&self, repeat: u32) -> u32 {
+        match self {
+            Task::Plan { .. } | Task::Step { .. } => repeat,
+            Task::Sweep { sweep } => sweep.cases.len() as u32,
+        }
+    }
+
+    /// How many times a rank takes down.
+    pub fn num_times(&self, repeat: u32) -> u32 {
+        match self {
+            Task::Plan { .. } | Task::Step { .. } => repeat,
+            Task::Sweep { sweep } => sweep.cases.len() as u32 * repeat,
         }
     }
 
@@ -93,6 +129,7 @@ impl<'a> Task<'a> {
                 })?;
                 execute_step(step, lowered, rank, links, Box::new(device), options, barrier)
             }
+            Task::Sweep { sweep } => execute_sweep(sweep, rank, links, options, barrier),
         }
     }
 }

@@ -7,6 +7,7 @@ use std::fmt::Write as _;
 pub mod bench;
 pub mod gantt;
 pub mod matrix;
+pub mod pipeline;
 pub mod plan;
 pub mod schedule;
 pub mod timeline;

@@ -150,7 +150,8 @@ impl<'a> State<'a> {
     }
 
     fn choose(&self, now: f64, device: DeviceId) -> Option<Pass> {
-        let (mut best, mut filler): (Option<(u64, Pass)>, Option<(u64, Pass)>) = (None, None);
+        let mut best: Option<(u64, Pass)> = None;
+        let mut filler: Option<(u64, Pass)> = None;
         let lower = |old: &Option<(u64, Pass)>, rank| old.as_ref().is_none_or(|(r, _)| rank < *r);
         for &stage in self.setup.placement.stages_on(device) {
             for kind in [F, B, W] {
@@ -357,9 +358,10 @@ impl Lists {
     /// How far what is left of the list before `place` raises memory at its highest.
     fn highest_before(&self, device: usize, place: usize, order: &[Pass], footprint: &Footprint) -> f64 {
         let (mut level, mut highest) = (0.0f64, 0.0f64);
-        for at in self.head[device]..place.min(order.len()) {
-            if !self.done[device][at] {
-                let (come, go) = footprint.change(order[at]);
+        let left = order[..place.min(order.len())].iter().zip(&self.done[device]).skip(self.head[device]);
+        for (pass, done) in left {
+            if !done {
+                let (come, go) = footprint.change(*pass);
                 level += come;
                 highest = highest.max(level);
                 level -= go;

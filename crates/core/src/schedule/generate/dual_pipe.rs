@@ -47,7 +47,7 @@ fn row(placement: &Placement, device: DeviceId, microbatches: u32) -> Row {
         row.fused(1);
         row.both(1, 0, true);
     }
-    let split_from = (i + 1) / 2;
+    let split_from = i.div_ceil(2);
     for step in 0..=i {
         // The second half is split, so that W can fill the end: on odd devices from chunk 1 on, on even ones from chunk 0.
         let splits = step > split_from || (step == split_from && i % 2 == 1);
