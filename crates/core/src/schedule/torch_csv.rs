@@ -32,6 +32,8 @@ pub enum CsvError {
     NoAction { line: usize, cell: usize, text: String },
     #[error("the file has no action")]
     Empty,
+    #[error("{microbatch} is in a file of {passes} passes: those of others are missing")]
+    Sparse { microbatch: MicrobatchId, passes: usize },
     #[error(
         "torch's pipelining has no action for {pass}\nhint: schedules of F, B, W and BW can be written as CSV"
     )]
@@ -114,6 +116,10 @@ pub fn read(name: &str, text: &str) -> Result<Schedule, CsvError> {
         return Err(ScheduleError::IdleDevice { device }.into());
     }
     let microbatches = orders.iter().flatten().map(|p| p.microbatch.0.saturating_add(1)).max().unwrap_or(0);
+    let passes = orders.iter().map(Vec::len).sum();
+    if microbatches as usize > passes {
+        return Err(CsvError::Sparse { microbatch: MicrobatchId(microbatches - 1), passes });
+    }
     let routes = Routes::model_order(placement.num_stages());
     Ok(Schedule::new(name, placement, routes, microbatches, orders)?.with_pairs(pairs)?)
 }
@@ -280,7 +286,10 @@ mod tests {
         assert!(error("0F0,0B0\n\n1F0,1B0\n").starts_with("device 1 holds no stage"));
         assert!(error("é").starts_with("line 1, cell 1"));
         assert!(error("0F0,0é0").starts_with("line 1, cell 2"));
-        assert!(error("0F4294967295").contains("more than"));
+        assert_eq!(
+            error("0F99999,0B99999"),
+            "microbatch 99999 is in a file of 2 passes: those of others are missing"
+        );
     }
 
     #[test]
