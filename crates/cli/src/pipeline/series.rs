@@ -92,6 +92,9 @@ impl Series {
     }
 }
 
+/// What dims are made multiples of when they are made smaller.
+const EVEN: u64 = 16;
+
 /// How a case is shrunk to what can be run here.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scale {
@@ -221,7 +224,10 @@ fn scaled_layout(text: &str, factor: f64) -> Result<String> {
     };
     let elements: u64 = whole.iter().map(|i| shape[*i]).product();
     whole.iter().for_each(|i| shape[*i] = 1);
-    shape[last] = ((elements as f64 * factor).round() as u64).max(1);
+    // A multiple, so that what divided the dim before still does: strategies that split tensors evenly depend on it.
+    let wanted = elements as f64 * factor;
+    let unit = if wanted >= 32.0 * EVEN as f64 { EVEN } else { 1 };
+    shape[last] = ((wanted / unit as f64).round() as u64).max(1) * unit;
     let shape: Vec<String> = shape.iter().map(ToString::to_string).collect();
     Ok(format!("{dtype}[{}]@{mesh}({})", shape.join(","), splits.join(",")))
 }
@@ -277,7 +283,7 @@ mod tests {
     #[test]
     fn layouts_shrink_where_they_are_whole() {
         let layout = "f16[16,1024,2560]@S0{dp:2,op:2}=0-3(dp,_,_)";
-        assert_eq!(scaled_layout(layout, 0.004).unwrap(), "f16[16,1,10486]@S0{dp:2,op:2}=0-3(dp,_,_)");
+        assert_eq!(scaled_layout(layout, 0.004).unwrap(), "f16[16,1,10480]@S0{dp:2,op:2}=0-3(dp,_,_)");
         assert_eq!(signal_layout(layout).unwrap(), "u8[1]@S0{dp:2,op:2}=0-3(_)");
         assert!(scaled_layout("f16[16]@A{dp:2}=0-1(dp)", 0.5).unwrap_err().to_string().contains("not split"));
     }
