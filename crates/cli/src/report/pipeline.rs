@@ -12,7 +12,7 @@ const LEFT: f64 = 120.0;
 const WIDTH: f64 = 860.0;
 const BAR: f64 = 17.0;
 const ROW: f64 = 16.0;
-const LANE: f64 = 9.0;
+const LANE: f64 = 12.0;
 
 /// The page. `provenance` is the footer: command and version.
 pub fn render(results: &Results, provenance: Vec<String>) -> String {
@@ -74,7 +74,7 @@ fn bars(case: &CaseResult) -> String {
     let longest = case.series.iter().map(|s| s.predicted_s.max(s.seconds())).fold(1e-9, f64::max);
     let per_series = 2.0 * BAR + 8.0;
     let height = per_series * case.series.len() as f64 + 24.0;
-    let x = |seconds: f64| LEFT + (WIDTH - LEFT - 90.0) * seconds / longest;
+    let x = |seconds: f64| LEFT + (WIDTH - LEFT - 140.0) * seconds / longest;
     let mut svg = format!(
         "<svg viewBox=\"0 0 {WIDTH} {height}\" width=\"100%\" role=\"img\" aria-label=\"step times by series\">\n"
     );
@@ -144,7 +144,7 @@ fn timeline(timeline: &Timeline) -> String {
     for (name, bars) in &timeline.crossings {
         let _ = writeln!(
             svg,
-            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\" class=\"label\" font-size=\"8\">{}</text>",
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\" class=\"label\" style=\"font-size:9px\">{}</text>",
             LEFT - 8.0,
             y + LANE - 1.0,
             escape(name)
@@ -178,10 +178,11 @@ fn block(bar: &Bar, y: f64, height: f64, x: &dyn Fn(f64) -> f64) -> String {
         Seconds(bar.start_s),
         Seconds(bar.end_s)
     );
-    if width > 14.0 && height > 10.0 {
+    let letters = bar.kind.len() as f64 + f64::from(bar.microbatch).log10().max(0.0).floor() + 1.0;
+    if width > 5.5 * letters + 2.0 && height > 10.0 {
         let _ = write!(
             svg,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-size=\"8\" fill=\"white\">{}{}</text>",
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" style=\"font-size:8px;fill:white\">{}{}</text>",
             left + width / 2.0,
             y + height - 4.0,
             bar.kind,
