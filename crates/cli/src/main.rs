@@ -17,6 +17,7 @@ mod joined;
 mod links;
 mod output;
 mod part;
+mod pipeline;
 mod predict;
 #[cfg(test)]
 mod reference;
@@ -26,6 +27,7 @@ mod suite;
 mod summary;
 mod sweep_doc;
 mod task;
+mod timetable;
 
 /// What a command found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,6 +59,7 @@ enum Command {
     Simulate(commands::simulate::Args),
     Diff(commands::diff::Args),
     Bench(commands::bench::Args),
+    Schedule(commands::schedule::Args),
     Run(commands::run::Args),
     Launch(commands::launch::Args),
     #[command(hide = true)]
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
         Command::Simulate(args) => commands::simulate::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
+        Command::Schedule(args) => commands::schedule::run(&args),
         Command::Run(args) => commands::run::run(args),
         Command::Rank(args) => commands::rank::run(&args),
         Command::Launch(args) => commands::launch::run(&args),

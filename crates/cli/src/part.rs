@@ -13,6 +13,7 @@ use crossmesh_comm::engine::EngineOptions;
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport};
 use crossmesh_comm::rendezvous::{Abort, Fault, Links, Log, Meeting, OnAbort, RendezvousError};
+use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
 
@@ -42,6 +43,8 @@ pub struct Summary {
     pub wrong: Option<String>,
     /// The most memory the process had, by the system's account.
     pub peak_rss_bytes: Option<u64>,
+    /// Beside its tensors, where the system tells.
+    pub memory: Option<ExtraMemory>,
 }
 
 /// What a rank has to do.
@@ -71,7 +74,8 @@ impl Part<'_> {
     ) -> Result<Summary, Abort> {
         let engine = EngineOptions { deadline_ms: self.deadline_ms, hosts: meeting.hosts().to_vec() };
         let sharing = meeting.sharing();
-        let options = ExecuteOptions { engine, sharing, repeat: self.repeat, ..ExecuteOptions::default() };
+        let options =
+            ExecuteOptions { engine, sharing, repeat: self.repeat, check: true, measure_memory: true };
         let mut started_ns = vec![];
         let mut barrier = || {
             meeting.barrier(Deadline::after(BARRIER)).map_err(|e| comm_error(self.rank, e))?;
@@ -148,6 +152,7 @@ fn summary(report: RankReport, started_ns: Vec<u64>) -> Summary {
         verified: report.verified,
         wrong: report.wrong,
         peak_rss_bytes: peak_rss_bytes(),
+        memory: report.memory,
     }
 }
 

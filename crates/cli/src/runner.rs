@@ -11,6 +11,7 @@ use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
+use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
 
@@ -58,7 +59,7 @@ impl RunOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Started {
     ByUs,
-    ByOthers { launcher: &'static str, hosts: usize },
+    ByOthers { launcher: &'static str, hosts: usize, transport: &'static str },
 }
 
 /// What a run showed.
@@ -69,6 +70,8 @@ pub struct Measured {
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
     pub peak_rss_bytes: Option<u64>,
+    /// What ranks needed beside their tensors, where the system tells.
+    pub memory: Vec<(Rank, ExtraMemory)>,
     pub started: Started,
 }
 
@@ -294,6 +297,7 @@ pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured
             .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
             .collect(),
         peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
+        memory: summaries.iter().filter_map(|s| Some((s.rank, s.memory.clone()?))).collect(),
         started,
     }
 }

@@ -32,6 +32,10 @@ impl<'a> Task<'a> {
         Task::Plan { program: lower(plan), plan: Cow::Borrowed(plan) }
     }
 
+    pub fn of_step(step: &'a Step, lowered: &'a StepProgram) -> Self {
+        Task::Step { step: Cow::Borrowed(step), lowered: Cow::Borrowed(lowered) }
+    }
+
     pub fn of_sweep(sweep: &'a Sweep) -> Self {
         Task::Sweep { sweep: Cow::Borrowed(sweep) }
     }

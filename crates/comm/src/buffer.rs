@@ -46,6 +46,7 @@ pub struct RankBuffers {
     pub src: Vec<Vec<HeldBox>>,
     pub dst: Vec<Vec<HeldBox>>,
     pub(crate) stages: Vec<u64>,
+    pub(crate) tensor_bytes: u64,
 }
 
 /// Where an op reads and writes. A send has no `into`, a receive no `from`.
@@ -57,7 +58,7 @@ pub struct OpPlaces {
 
 impl RankBuffers {
     pub fn allocate(plan: &Plan, program: &RankProgram, rank: Rank, sharing: Sharing) -> io::Result<Self> {
-        let mut next = 0;
+        let (mut next, mut tensor_bytes) = (0, 0);
         let mut take = |bytes: u64| {
             let base = next;
             next = (base + bytes).next_multiple_of(ALIGN);
@@ -66,7 +67,12 @@ impl RankBuffers {
         let mut shard = |placed: &Placed| -> Vec<HeldBox> {
             let element = placed.layout.dtype().bytes();
             let boxes = shard_of(placed, rank).into_iter();
-            boxes.map(|region| HeldBox { base: take(region.volume() * element), region }).collect()
+            let held = |region: Region| {
+                let bytes = region.volume() * element;
+                tensor_bytes += bytes;
+                HeldBox { base: take(bytes), region }
+            };
+            boxes.map(held).collect()
         };
         let reshards = &plan.problem.reshards;
         let src = reshards.iter().map(|r| shard(&r.src)).collect();
@@ -78,7 +84,12 @@ impl RankBuffers {
         };
         let memory = Arc::new(memory);
         let (src_memory, dst_memory) = (memory.clone(), memory.clone());
-        Ok(Self { memory, src_memory, dst_memory, src, dst, stages })
+        Ok(Self { memory, src_memory, dst_memory, src, dst, stages, tensor_bytes })
+    }
+
+    /// What its shards hold, without staging buffers.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensor_bytes
     }
 
     /// The places of every op, or the op that has none and why.
@@ -98,7 +109,11 @@ impl RankBuffers {
             };
             Ok(OpPlaces { from: place(from).map_err(|e| (i, e))?, into: place(into).map_err(|e| (i, e))? })
         };
-        (0..).zip(&ops.ops).map(resolve).collect()
+        let mut places = Vec::with_capacity(ops.ops.len());
+        for op in (0..).zip(&ops.ops) {
+            places.push(resolve(op)?);
+        }
+        Ok(places)
     }
 
     fn place(
@@ -185,17 +200,12 @@ impl Boxes<'_> {
             for dep in ops.deps(op) {
                 let filler = &ops.ops[dep.op as usize];
                 let fills = ends(filler).1 == Some(buffer) && filler.tensor == op.tensor && filler.bytes > 0;
-                match filler.kind {
-                    OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. } => {
-                        if fills && from == Some(buffer) {
-                            held[i] = Some(filler.region);
-                        }
-                    }
-                    OpKind::Copy { .. } if fills => {
-                        held[i] = held[i].or(Some(op.region));
-                        held[dep.op as usize] = Some(op.region);
-                    }
-                    _ => {}
+                let brings = matches!(filler.kind, OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. });
+                if fills && brings && from == Some(buffer) {
+                    held[i] = Some(filler.region);
+                } else if fills && !brings {
+                    held[i] = held[i].or(Some(op.region));
+                    held[dep.op as usize] = Some(op.region);
                 }
             }
         }

@@ -31,5 +31,6 @@ pub mod rendezvous;
 pub mod step;
 pub mod sweep;
 pub mod transport;
+pub mod usage;
 pub mod view;
 pub mod wire;

@@ -1,6 +1,6 @@
 //! Memory that ranks move bytes out of and into: one mapping, private or shared with the processes of the host.
 //!
-//! All of the crate's `unsafe` is here. What makes it sound:
+//! All of the crate's `unsafe` is here, but for MPI's calls. What makes it sound:
 //! - a mapping lives as long as its [`Memory`], and every access is checked against its length;
 //! - a rank's memory is written only by the one thread that drives its engine (a `Memory` is handed to it);
 //! - a peer that has the segment mapped only reads it, and only bytes that were offered to it. The verifier proved that
@@ -17,7 +17,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
 use crate::collectives::Element;
 use crate::combine::Combine;
@@ -56,7 +56,7 @@ impl Memory {
     /// A segment without a name, which vanishes with the last process that has it.
     pub fn shared(len: u64) -> io::Result<Self> {
         let len = mapped_len(len)?;
-        let segment = memfd_create("crossmesh", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let segment = memfd_create(segment_name(), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&segment, len as u64)?;
         fcntl_add_seals(&segment, SealFlags::SHRINK | SealFlags::GROW)?;
         Self::map(segment, len, ProtFlags::READ | ProtFlags::WRITE)
@@ -139,8 +139,42 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: this is the mapping made in `private` or `map`; no slice outlives the value it borrows from.
-        let unmapped = unsafe { munmap(self.start.as_ptr().cast::<c_void>(), self.len) };
-        debug_assert!(unmapped.is_ok());
+        let unmapped = unsafe { unmap(self.start.as_ptr().cast::<c_void>(), self.len) };
+        debug_assert!(unmapped);
+    }
+}
+
+#[cfg(not(feature = "mpi"))]
+unsafe fn unmap(start: *mut c_void, len: usize) -> bool {
+    // SAFETY: as the caller says.
+    unsafe { rustix::mm::munmap(start, len) }.is_ok()
+}
+
+/// By the C library's own function: MPI libraries keep what a NIC knows of memory, and forget it when they see this
+/// call; a system call of ours they would not see.
+#[cfg(feature = "mpi")]
+unsafe fn unmap(start: *mut c_void, len: usize) -> bool {
+    unsafe extern "C" {
+        fn munmap(start: *mut c_void, len: usize) -> std::ffi::c_int;
+    }
+    // SAFETY: as the caller says; this is the signature that POSIX gives it.
+    unsafe { munmap(start, len) == 0 }
+}
+
+/// What the system calls segments that this process makes; by it they are told from its peers'.
+pub(crate) fn segment_name() -> String {
+    format!("crossmesh.{}", std::process::id())
+}
+
+/// Gives heap that is not in use back to the system, so that what is taken afterwards can be seen.
+pub(crate) fn trim_heap() {
+    #[cfg(target_env = "gnu")]
+    {
+        unsafe extern "C" {
+            fn malloc_trim(pad: usize) -> std::ffi::c_int;
+        }
+        // SAFETY: glibc's signature; it touches nothing that is in use.
+        unsafe { malloc_trim(0) };
     }
 }
 
@@ -188,6 +222,15 @@ impl Place {
             bytes += run.1;
         }
         bytes
+    }
+
+    /// Where a part of the stream lies, if it is one run of bytes. Whoever reads or writes there keeps to the module's
+    /// rules, and keeps the memory.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn in_one_run(&self, part: Range<u64>) -> Option<NonNull<[u8]>> {
+        let bytes = part.end - part.start;
+        let run = self.view.runs(part).next().filter(|run| run.1 == bytes)?;
+        Some(NonNull::from(self.memory.slice_mut(run)))
     }
 
     /// Continues a checksum over a part of the stream.

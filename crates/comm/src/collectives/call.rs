@@ -201,6 +201,8 @@ impl Planned {
             src_memory: source.segment.memory.clone(),
             dst_memory: result.segment.memory.clone(),
             memory: stages.memory.clone(),
+            // The tensors are the caller's.
+            tensor_bytes: 0,
         }
     }
 }

@@ -24,6 +24,8 @@ const GRACE_NS: u64 = 250_000_000;
 /// How long a rank that gave up goes on telling the others.
 const LINGER_NS: u64 = 600_000_000;
 const LINGER_STEP_NS: u64 = 20_000_000;
+/// The same where nothing wakes us.
+const LINGER_ASK_NS: u64 = 200_000;
 const MS: u64 = 1_000_000;
 /// How much longer a peer may keep us waiting that is alive and at work.
 const BUSY_PATIENCE: u64 = 10;
@@ -184,7 +186,8 @@ impl Engine {
             if !open || now >= end {
                 return;
             }
-            let wait = Timespec { tv_sec: 0, tv_nsec: (end - now).min(LINGER_STEP_NS) as i64 };
+            let step = if self.asking.is_needed() { LINGER_ASK_NS } else { LINGER_STEP_NS };
+            let wait = Timespec { tv_sec: 0, tv_nsec: (end - now).min(step) as i64 };
             let _any = epoll::wait(&self.poller, &mut [NO_EVENT; 64], Some(&wait));
         }
     }

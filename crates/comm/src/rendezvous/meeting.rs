@@ -25,6 +25,9 @@ pub trait Meeting: Send {
     /// Whether ranks of a host read each other's memory.
     fn sharing(&self) -> Sharing;
 
+    /// What carries the bytes, for messages.
+    fn transport(&self) -> &'static str;
+
     /// Links to these ranks. Each of them has to ask for one to us.
     fn connect(&mut self, peers: &BTreeSet<Rank>, deadline: Deadline) -> Result<Links, RendezvousError>;
 
@@ -100,6 +103,10 @@ impl Meeting for OverSockets {
 
     fn sharing(&self) -> Sharing {
         Sharing::Host
+    }
+
+    fn transport(&self) -> &'static str {
+        "sockets and shared memory"
     }
 
     fn connect(&mut self, peers: &BTreeSet<Rank>, deadline: Deadline) -> Result<Links, RendezvousError> {

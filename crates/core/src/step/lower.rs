@@ -9,6 +9,8 @@
 
 use std::collections::BTreeMap;
 
+use rustc_hash::FxHashMap;
+
 use super::blocking::{Item, blocking_order};
 use super::error::StepError;
 use super::order::runnable_order;
@@ -227,15 +229,20 @@ struct Builder<'a> {
     /// The instances of every crossing and direction, in the order in which they are produced.
     produced: Vec<[Vec<u32>; 2]>,
     /// The instance that brings a crossing's tensors of a microbatch.
-    brings: BTreeMap<(u32, Direction, MicrobatchId), u32>,
+    brings: FxHashMap<(u32, Direction, MicrobatchId), u32>,
     /// The first compute op of a pass on a rank.
-    first_part: BTreeMap<(Pass, Rank), u32>,
+    first_part: FxHashMap<(Pass, Rank), u32>,
     /// Ops that wait for the last part of a pass that may come later: rank, op, pass.
     after_pass: Vec<(Rank, u32, Pass)>,
     next_tag: u32,
     next_lane: Vec<[u32; 2]>,
+    /// By stage: the crossings that start there, and those that end there.
+    starting: Vec<Vec<usize>>,
+    ending: Vec<Vec<usize>>,
+    /// By stage, forwards and backwards: where its passes are cut.
+    cuts: Vec<[Vec<f64>; 2]>,
     /// Where a crossing's staging buffers are on a rank, for each turn.
-    staging: BTreeMap<(u32, Direction, Rank, u32), Staging>,
+    staging: FxHashMap<(u32, Direction, Rank, u32), Staging>,
 }
 
 impl<'a> Builder<'a> {
@@ -248,7 +255,16 @@ impl<'a> Builder<'a> {
         };
         let next_lane = lowered.iter().map(|[f, b]| [lanes(f), lanes(b)]).collect();
         let num_ranks = step.cluster.num_devices();
+        let stages = step.schedule.placement().num_stages();
+        let (mut starting, mut ending) = (vec![vec![]; stages], vec![vec![]; stages]);
+        for (i, c) in step.crossings.iter().enumerate() {
+            starting[c.edge.from.index()].push(i);
+            ending[c.edge.to.index()].push(i);
+        }
         Self {
+            cuts: cuts(step, &starting, &ending),
+            starting,
+            ending,
             step,
             lowered,
             buffers,
@@ -257,12 +273,12 @@ impl<'a> Builder<'a> {
             instances: vec![],
             ends: vec![],
             produced: vec![[vec![], vec![]]; step.crossings.len()],
-            brings: BTreeMap::new(),
-            first_part: BTreeMap::new(),
+            brings: FxHashMap::default(),
+            first_part: FxHashMap::default(),
             after_pass: vec![],
             next_tag: 0,
             next_lane,
-            staging: BTreeMap::new(),
+            staging: FxHashMap::default(),
         }
     }
 
@@ -275,7 +291,7 @@ impl<'a> Builder<'a> {
                 Item::Pass(pass) => {
                     self.compute(pass)?;
                     if self.step.overlap {
-                        self.cross_all(self.step.crossings_from(pass).collect(), pass);
+                        self.cross_all(self.crossings_from(pass), pass);
                     }
                 }
             }
@@ -308,35 +324,37 @@ impl<'a> Builder<'a> {
     }
 
     /// Where a pass is cut: at 0, at 1, and wherever tensors are made or needed on the way.
-    fn cuts(&self, pass: Pass) -> Vec<f64> {
-        let mut cuts = vec![0.0, 1.0];
-        for (crossing, direction) in self.step.crossings_from(pass) {
-            cuts.push(self.step.crossings[crossing].made_at(direction));
+    fn cuts(&self, pass: Pass) -> &[f64] {
+        match pass.kind {
+            PassKind::F => &self.cuts[pass.stage.index()][0],
+            PassKind::B | PassKind::BW => &self.cuts[pass.stage.index()][1],
+            _ => &[0.0, 1.0],
         }
-        for (crossing, direction) in self.crossings_into(pass) {
-            cuts.push(self.step.crossings[crossing].needed_at(direction));
+    }
+
+    /// The crossings that carry what a pass makes.
+    fn crossings_from(&self, pass: Pass) -> Vec<(usize, Direction)> {
+        match pass.kind {
+            PassKind::F => forwards(&self.starting[pass.stage.index()]),
+            PassKind::B | PassKind::BW => backwards(&self.ending[pass.stage.index()]),
+            _ => vec![],
         }
-        cuts.sort_by(f64::total_cmp);
-        cuts.dedup();
-        cuts
     }
 
     /// The crossings that bring what a pass needs.
     fn crossings_into(&self, pass: Pass) -> Vec<(usize, Direction)> {
-        let crossings = self.step.crossings.iter().enumerate();
-        let into = crossings.filter_map(|(i, c)| match pass.kind {
-            PassKind::F if c.edge.to == pass.stage => Some((i, Direction::Forward)),
-            PassKind::B | PassKind::BW if c.edge.from == pass.stage => Some((i, Direction::Backward)),
-            _ => None,
-        });
-        into.collect()
+        match pass.kind {
+            PassKind::F => forwards(&self.ending[pass.stage.index()]),
+            PassKind::B | PassKind::BW => backwards(&self.starting[pass.stage.index()]),
+            _ => vec![],
+        }
     }
 
     /// Emits a pass on every rank of its device.
     fn compute(&mut self, pass: Pass) -> Result<(), StepError> {
         let step = self.step;
         let total = step.times[pass.stage.index()].of(pass).ok_or(StepError::Unsupported { pass })?;
-        let cuts = self.cuts(pass);
+        let cuts = self.cuts(pass).to_vec();
         let of = cuts.len() as u32 - 1;
         let device = step.schedule.placement().device(pass.stage);
         for (part, cut) in (0..of).zip(cuts.windows(2)) {
@@ -370,7 +388,7 @@ impl<'a> Builder<'a> {
                 deps.extend(&ends.arrive);
             }
         }
-        for (crossing, direction) in self.step.crossings_from(pass) {
+        for (crossing, direction) in self.crossings_from(pass) {
             let at = self.step.crossings[crossing].made_at(direction);
             let here = at == cut[1] || (cut[0] == 0.0 && at <= 0.0);
             let old = self.last_in_buffer(crossing, direction);
@@ -517,6 +535,32 @@ impl<'a> Builder<'a> {
             }
         }
     }
+}
+
+fn forwards(crossings: &[usize]) -> Vec<(usize, Direction)> {
+    crossings.iter().map(|c| (*c, Direction::Forward)).collect()
+}
+
+fn backwards(crossings: &[usize]) -> Vec<(usize, Direction)> {
+    crossings.iter().map(|c| (*c, Direction::Backward)).collect()
+}
+
+/// By stage: where its forward and its backward pass are cut.
+fn cuts(step: &Step, starting: &[Vec<usize>], ending: &[Vec<usize>]) -> Vec<[Vec<f64>; 2]> {
+    let cut = |starts: &Vec<usize>, ends: &Vec<usize>, direction: Direction| {
+        let (makes, needs) = match direction {
+            Direction::Forward => (starts, ends),
+            Direction::Backward => (ends, starts),
+        };
+        let mut cuts = vec![0.0, 1.0];
+        cuts.extend(makes.iter().map(|c| step.crossings[*c].made_at(direction)));
+        cuts.extend(needs.iter().map(|c| step.crossings[*c].needed_at(direction)));
+        cuts.sort_by(f64::total_cmp);
+        cuts.dedup();
+        cuts
+    };
+    let both = |(s, e)| [cut(s, e, Direction::Forward), cut(s, e, Direction::Backward)];
+    starting.iter().zip(ending).map(both).collect()
 }
 
 fn num_lanes(program: &Program) -> u32 {

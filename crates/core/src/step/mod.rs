@@ -15,6 +15,7 @@
 //! Every edge has a number of buffers, used in turn; a buffer is filled again when its last reader is done.
 
 mod blocking;
+mod coarse;
 pub mod doc;
 mod error;
 mod lower;
