@@ -1,9 +1,9 @@
 """One rank of a reshard with torch.distributed (gloo), as a framework does it today.
 
-    crossmesh launch -n N --per-host LIST --emulate RATE -- python3 gloo_reshard.py plan.json METHOD REPEAT
+    crossmesh launch -n N --per-host LIST --emulate RATE -- python3 gloo_reshard.py BOXES METHOD REPEAT
 
 METHOD is `sendrecv`: every receiver gets every box from one holder, all posted at once; or `broadcast`: one broadcast
-per box, from its holder to its receivers. The boxes and holders are those of `crossmesh plan --strategy sendrecv`.
+per box, from its holder to its receivers. BOXES has them, as `crossmesh plan --strategy sendrecv` cuts and places them.
 Boxes lie packed in memory on both sides, so packing and unpacking cost gloo nothing here. Rank 0 prints a JSON line.
 """
 
@@ -16,14 +16,11 @@ import torch
 import torch.distributed as dist
 
 
-def boxes_of(plan):
-    """Boxes by region: source, receivers in order, bytes."""
-    boxes = {}
-    for transfer in plan["transfers"]:
-        key = (transfer.get("tensor", 0), transfer["src"], json.dumps(transfer["region"]))
-        box = boxes.setdefault(key, {"src": transfer["src"], "dsts": [], "bytes": transfer["bytes"]})
-        box["dsts"].append(transfer["dst"])
-    return list(boxes.values())
+def read_boxes(path):
+    """A line a box: its bytes, its holder, then its receivers."""
+    with open(path) as file:
+        lines = [[int(word) for word in line.split()] for line in file]
+    return [{"bytes": line[0], "src": line[1], "dsts": line[2:]} for line in lines]
 
 
 def sendrecv(rank, boxes, buffers, _groups):
@@ -49,8 +46,7 @@ def broadcast(rank, boxes, buffers, groups):
 def main():
     path, method, repeat = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
-    with open(path) as file:
-        boxes = boxes_of(json.load(file))
+    boxes = read_boxes(path)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     buffers, groups, by_members = {}, {}, {}

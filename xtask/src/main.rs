@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo xtask check    the quick loop: fmt, clippy, docs, unit tests, tidy
-//! cargo xtask ci       all of it: check, every test and doc test, benches kept alive, cargo-deny
+//! cargo xtask ci       all of it: check, every test and doc test, benches kept alive, the feature `mpi`, cargo-deny
 //! ```
 //!
 //! A tool that is not installed is named loudly and skipped; nothing else is.
@@ -44,10 +44,11 @@ fn check() -> Result<()> {
 
 /// Everything.
 fn ci() -> Result<()> {
-    provide("ip", "iproute2")?;
+    provide(|| runs("ip"), "ip", &["iproute2"])?;
     lint()?;
     cargo(&["test", "--workspace", "--all-targets"])?;
     cargo(&["test", "--workspace", "--doc"])?;
+    mpi()?;
     if installed("deny") {
         // The advisory database is fetched over the network; the other checks need nothing but the lock file.
         cargo(&["deny", "check", "licenses", "bans", "sources"])?;
@@ -56,20 +57,51 @@ fn ci() -> Result<()> {
     Ok(())
 }
 
-/// Makes sure of a program that tests of emulated hosts call; on Debian, as root, it is installed.
-fn provide(program: &str, package: &str) -> Result<()> {
-    let there = || Command::new(program).arg("-V").output().is_ok();
+/// What is built and tested only with the feature `mpi`.
+fn mpi() -> Result<()> {
+    provide(|| runs("mpirun") && runs("mpicc"), "OpenMPI", &["openmpi-bin", "libopenmpi-dev"])?;
+    provide(has_libclang, "libclang", &["libclang-dev"])?;
+    let with_mpi = ["-p", "crossmesh-comm", "-p", "crossmesh-cli", "--features"];
+    let with_mpi = [&with_mpi[..], &["crossmesh-comm/mpi,crossmesh-cli/mpi"]].concat();
+    if installed("clippy") {
+        cargo(&[&["clippy"][..], &with_mpi, &["--all-targets", "--", "-D", "warnings"]].concat())?;
+    }
+    let tests = ["--lib", "--test", "conformance_mpi", "--test", "mpi", "--test", "joined"];
+    cargo(&[&["test"][..], &with_mpi, &tests].concat())
+}
+
+/// Makes sure of something that tests need; on Debian, as root, it is installed.
+fn provide(there: impl Fn() -> bool, what: &str, packages: &[&str]) -> Result<()> {
     if there() {
         return Ok(());
     }
-    eprintln!("== {program} is not there; installing {package}");
-    for args in [&["update", "-qq"][..], &["install", "-y", "-qq", package]] {
-        let installed = Command::new("apt-get").args(args).status();
+    eprintln!("== {what} is not there; installing {}", packages.join(" "));
+    for args in [vec!["update", "-qq"], [&["install", "-y", "-qq"][..], packages].concat()] {
+        let installed = Command::new("apt-get").args(args).env("DEBIAN_FRONTEND", "noninteractive").status();
         if !installed.is_ok_and(|status| status.success()) {
-            bail!("{program} is needed by the tests of emulated hosts\nhint: install {package}");
+            bail!("{what} is needed by the tests\nhint: install {}", packages.join(" "));
         }
     }
     Ok(())
+}
+
+fn runs(program: &str) -> bool {
+    Command::new(program).arg("-V").output().is_ok()
+}
+
+/// Where Debian puts it, or where whoever has it elsewhere says.
+fn has_libclang() -> bool {
+    let folders = std::fs::read_dir("/usr/lib").into_iter().flatten().flatten().map(|entry| entry.path());
+    let of_llvm = folders.filter(|path| path.to_string_lossy().contains("llvm-"));
+    let files = of_llvm.flat_map(|path| std::fs::read_dir(path.join("lib")).into_iter().flatten().flatten());
+    let mut names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+    // libclang-cpp is another library.
+    let is_libclang = |name: &str| {
+        let rest = name.strip_prefix("libclang").unwrap_or_default();
+        rest.starts_with(".so")
+            || rest.starts_with(['-']) && rest[1..].starts_with(|c: char| c.is_ascii_digit())
+    };
+    std::env::var_os("LIBCLANG_PATH").is_some() || names.any(|name| is_libclang(&name))
 }
 
 fn lint() -> Result<()> {

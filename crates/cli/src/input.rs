@@ -12,12 +12,14 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
-use crossmesh_core::cluster::{Cluster, Host};
+use crossmesh_core::cluster::{Cluster, Host, Topology};
 use crossmesh_core::layout::Layout;
 use crossmesh_core::reshard::doc::PlanDoc;
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy};
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
+
+use crate::rates::NicRates;
 
 /// What moves where, and on which hosts.
 #[derive(Debug, clap::Args)]
@@ -42,7 +44,7 @@ pub struct HostArgs {
     /// A cluster file (TOML); without one, hosts are assumed from the meshes
     #[arg(long, value_name = "FILE")]
     pub cluster: Option<PathBuf>,
-    /// The rate of a NIC, each way [default: 10Gbit, or the cluster file's]
+    /// The rate of a NIC, each way; of some hosts: `400Mbit,h1=200Mbit` [default: 10Gbit, or the cluster file's]
     #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
     pub nic: Option<String>,
     /// NICs a host [default: 1, or the cluster file's]
@@ -88,17 +90,35 @@ impl ProblemArgs {
             (None, Some(file), None) => read_pairs(Path::new(file))?,
             (None, None, _) => bail!("nothing to plan\nhint: give SRC and DST, or --pairs FILE"),
         };
-        Ok(Problem::new(pairs, self.hosts.hosts()?)?)
+        self.hosts.problem(pairs)
     }
 }
 
 impl HostArgs {
-    pub fn hosts(&self) -> Result<Hosts> {
+    /// Tensors on these hosts.
+    pub fn problem(&self, pairs: Vec<(String, Layout, Layout)>) -> Result<Problem> {
+        let mut problem = Problem::new(pairs, self.hosts()?)?;
+        // Only now is it known how many hosts there are.
+        if self.cluster.is_none() && self.rates()?.differ() {
+            self.rates()?.apply(&mut problem.cluster).context("the NIC rate")?;
+            problem.topology = Topology::new(&problem.cluster);
+        }
+        Ok(problem)
+    }
+
+    fn rates(&self) -> Result<NicRates> {
+        self.nic.as_deref().map_or(Ok(NicRates::default()), NicRates::parse).context("the NIC rate")
+    }
+
+    fn hosts(&self) -> Result<Hosts> {
         if let Some(cluster) = self.described()? {
             return Ok(Hosts::Described(cluster));
         }
         let mut assumed = Assumed { devices_per_host: self.devices_per_host, ..Assumed::default() };
         self.adjust_host(&mut assumed.host)?;
+        if let Some(rate) = self.rates()?.every {
+            (assumed.host.nic_out_bytes_per_s, assumed.host.nic_in_bytes_per_s) = (rate, rate);
+        }
         if let Some(text) = &self.latency {
             assumed.latency_s = parse_seconds(text).context("the latency")?;
         }
@@ -115,6 +135,7 @@ impl HostArgs {
 
     /// Puts the flags over what a cluster says.
     pub fn adjust(&self, cluster: &mut Cluster) -> Result<()> {
+        self.rates()?.apply(cluster).context("the NIC rate")?;
         for host in &mut cluster.hosts {
             self.adjust_host(host)?;
         }
@@ -125,10 +146,6 @@ impl HostArgs {
     }
 
     fn adjust_host(&self, host: &mut Host) -> Result<()> {
-        if let Some(text) = &self.nic {
-            let rate = parse_rate(text).context("the NIC rate")?;
-            (host.nic_out_bytes_per_s, host.nic_in_bytes_per_s) = (rate, rate);
-        }
         if let Some(text) = &self.local {
             host.local_bytes_per_s = parse_rate(text).context("the local rate")?;
         }

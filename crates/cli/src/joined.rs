@@ -14,8 +14,12 @@ use std::sync::Mutex;
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::deadline::Deadline;
+#[cfg(not(feature = "mpi"))]
+use crossmesh_comm::environment::EnvironmentError;
+#[cfg(feature = "mpi")]
+use crossmesh_comm::environment::TRANSPORT_VARIABLE;
 use crossmesh_comm::environment::{
-    EnvironmentError, Flags, Place, Variables, host_name, job_name, place, variables,
+    Flags, Place, Transport, Variables, host_name, job_name, launcher, place, transport, variables,
 };
 use crossmesh_comm::rendezvous::{Meeting, OverSockets, RendezvousError};
 use crossmesh_core::id::Rank;
@@ -27,7 +31,9 @@ use crate::runner::{Measured, RunOptions, Started, Work, combine};
 
 /// The job, with everybody in it. A process joins one in its life.
 struct Joined {
-    place: Place,
+    rank: Rank,
+    world: u32,
+    launcher: &'static str,
     meeting: Box<dyn Meeting>,
     ending: Ending,
 }
@@ -40,23 +46,18 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     if options.standalone {
         return Ok(None);
     }
-    let place = match place(&Flags::default(), &variables) {
-        Err(EnvironmentError::NoRank) => return Ok(None),
-        place => place?,
-    };
+    let Some((launcher, _)) = launcher(&variables) else { return Ok(None) };
     if options.emulate {
         bail!(
-            "hosts cannot be emulated in a job that {} started\nhint: `crossmesh launch --emulate` can, or --standalone",
-            place.launcher
+            "hosts cannot be emulated in a job that {launcher} started\nhint: `crossmesh launch --emulate` can, or --standalone"
         );
     }
-    check_world(work, &place, options.spare_ranks)?;
     let mut job = JOB.lock().expect("no thread panics with it");
     if job.is_none() {
-        progress.say(&format!("rank {} of {} meets the others", place.rank.0, place.world));
-        *job = Some(join(place, &variables, options, options.deadline_ms(work.predicted_s))?);
+        *job = Some(join(&variables, work, options)?);
     }
     let job = job.as_mut().expect("just joined");
+    check_world(work, job.world, job.launcher, options.spare_ranks)?;
     take_part(job, work, options, progress).map(Some)
 }
 
@@ -69,10 +70,9 @@ pub fn leave(well: bool) {
 }
 
 /// The ranks of a plan are those of the job.
-fn check_world(work: &Work<'_>, place: &Place, spare_ranks: bool) -> Result<()> {
+fn check_world(work: &Work<'_>, world: u32, launcher: &str, spare_ranks: bool) -> Result<()> {
     let used = work.task.ranks().last().map_or(0, |last| last.0 + 1);
     let devices = work.topology.num_ranks() as u32;
-    let (world, launcher) = (place.world, place.launcher);
     let most = if spare_ranks { u32::MAX } else { devices };
     if (used..=most).contains(&world) {
         return Ok(());
@@ -83,17 +83,58 @@ fn check_world(work: &Work<'_>, place: &Place, spare_ranks: bool) -> Result<()> 
     )
 }
 
-fn join(place: Place, variables: &Variables, options: &RunOptions, deadline_ms: u64) -> Result<Joined> {
-    if place.rank != Rank(0) {
-        output::leave_answers_to_the_first_rank();
+/// Meets the other ranks. A world that does not fit is noticed before anybody waits for anybody.
+fn join(variables: &Variables, work: &Work<'_>, options: &RunOptions) -> Result<Joined> {
+    match transport(variables, cfg!(feature = "mpi"))? {
+        Transport::Mpi => join_mpi(variables, options),
+        Transport::Sockets => {
+            let place = place(&Flags::default(), variables)?;
+            check_world(work, place.world, place.launcher, options.spare_ranks)?;
+            join_sockets(place, variables, options, options.deadline_ms(work.predicted_s))
+        }
     }
+}
+
+fn join_sockets(
+    place: Place,
+    variables: &Variables,
+    options: &RunOptions,
+    deadline_ms: u64,
+) -> Result<Joined> {
+    answer_if_first(place.rank);
     let ending = Ending::new(|_| {});
     let secret = secret(&place, variables)?;
     let patience = patience(Deadline::after(options.arrive), deadline_ms);
     let roster = (0..place.world).map(Rank).collect();
     let (host, on_abort) = (host_name(variables), ending.on_abort());
-    let meeting = OverSockets::meet(place.clone(), &host, roster, secret, patience, log(), on_abort)?;
-    Ok(Joined { place, meeting: Box::new(meeting), ending })
+    let (rank, world, launcher) = (place.rank, place.world, place.launcher);
+    let meeting = OverSockets::meet(place, &host, roster, secret, patience, log(), on_abort)?;
+    Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
+}
+
+#[cfg(feature = "mpi")]
+fn join_mpi(variables: &Variables, options: &RunOptions) -> Result<Joined> {
+    let (launcher, told) = launcher(variables).unwrap_or(("MPI", None));
+    let meeting = crossmesh_comm::transport::mpi::OverMpi::meet(Deadline::after(options.arrive))?;
+    let (rank, world) = (meeting.rank(), meeting.world());
+    answer_if_first(rank);
+    if let Some(told) = told.filter(|told| *told != world) {
+        bail!(
+            "{launcher} started {told} ranks, the MPI library of this program sees {world}\nhint: start it with the mpirun of that library, or set {TRANSPORT_VARIABLE}=sockets"
+        );
+    }
+    Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending: Ending::new(|_| {}) })
+}
+
+#[cfg(not(feature = "mpi"))]
+fn join_mpi(_: &Variables, _: &RunOptions) -> Result<Joined> {
+    Err(EnvironmentError::NoMpi.into())
+}
+
+fn answer_if_first(rank: Rank) {
+    if rank != Rank(0) {
+        output::leave_answers_to_the_first_rank();
+    }
 }
 
 /// The secret that was given to the job; else one made of its name, and the first rank says what that is worth.
@@ -122,7 +163,7 @@ fn take_part(
     options: &RunOptions,
     progress: &Progress,
 ) -> Result<Measured> {
-    let rank = job.place.rank;
+    let rank = job.rank;
     let flight = options.flight.as_ref().map(|path| path.with_extension(format!("{rank}.json")));
     let deadline_ms = options.deadline_ms(work.predicted_s);
     let (repeat, trace, interrupt) = (options.repeat, options.trace, job.ending.interrupt.clone());
@@ -162,7 +203,8 @@ fn measured(job: &Joined, work: &Work<'_>, summaries: &[Summary], options: &RunO
     let mut hosts = job.meeting.hosts().to_vec();
     hosts.sort_unstable();
     hosts.dedup();
-    let by = Started::ByOthers { launcher: job.place.launcher, hosts: hosts.len() };
-    let trace = options.trace.then(|| measured_trace(work.task.program(), summaries));
-    Measured { trace, ..combine(summaries, options.repeat, by) }
+    let (launcher, transport) = (job.launcher, job.meeting.transport());
+    let by = Started::ByOthers { launcher, hosts: hosts.len(), transport };
+    let trace = if options.trace { measured_trace(work.task, summaries) } else { None };
+    Measured { trace, ..combine(summaries, work.task.num_times(options.repeat), by) }
 }

@@ -18,7 +18,9 @@ mod joined;
 mod links;
 mod output;
 mod part;
+mod pipeline;
 mod predict;
+mod rates;
 mod records;
 #[cfg(test)]
 mod reference;
@@ -27,7 +29,9 @@ mod report;
 mod runner;
 mod suite;
 mod summary;
+mod sweep_doc;
 mod task;
+mod timetable;
 mod trace_doc;
 
 /// What a command found out.
@@ -60,6 +64,7 @@ enum Command {
     Simulate(commands::simulate::Args),
     Diff(commands::diff::Args),
     Bench(commands::bench::Args),
+    Schedule(commands::schedule::Args),
     Run(commands::run::Args),
     Launch(commands::launch::Args),
     #[command(hide = true)]
@@ -77,6 +82,7 @@ fn main() -> ExitCode {
         Command::Simulate(args) => commands::simulate::run(&args),
         Command::Diff(args) => commands::diff::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
+        Command::Schedule(args) => commands::schedule::run(&args),
         Command::Run(args) => commands::run::run(args),
         Command::Rank(args) => commands::rank::run(&args),
         Command::Launch(args) => commands::launch::run(&args),

@@ -11,11 +11,12 @@ use crossmesh_comm::clock::Moment;
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{EngineOptions, Interrupt};
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, peers_of};
+use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport};
 use crossmesh_comm::flight::FlightRecord;
 use crossmesh_comm::rendezvous::{
     Abort, Fault, Links, Log, Meeting, OnAbort, Patience, RendezvousError, Word,
 };
+use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
 
@@ -45,12 +46,17 @@ pub struct Summary {
     /// By run: when the barrier opened, and how long the rank's part took.
     pub started: Vec<Moment>,
     pub seconds: Vec<f64>,
+    /// Runs began together; when each rank started need not be compared.
+    #[serde(default)]
+    pub synced: bool,
     pub bytes_sent: u64,
     pub bytes_received: u64,
     pub verified: bool,
     pub wrong: Option<String>,
     /// The most memory the process had, by the system's account.
     pub peak_rss_bytes: Option<u64>,
+    /// Beside its tensors, where the system tells.
+    pub memory: Option<ExtraMemory>,
     /// Where it was asked for: when every op of the last run ran, in seconds from its start.
     #[serde(default)]
     pub ops: Vec<(f64, f64)>,
@@ -73,7 +79,8 @@ pub struct Part<'a> {
 impl Part<'_> {
     /// Connects with the ranks that the plan needs.
     pub fn connect(&self, meeting: &mut dyn Meeting, deadline: Deadline) -> Result<Links, RendezvousError> {
-        let peers: BTreeSet<Rank> = peers_of(self.task.program(), self.rank).into_iter().collect();
+        let peers: BTreeSet<Rank> = self.task.peers(self.rank).into_iter().collect();
+        meeting.expect_shares(self.task.shares());
         meeting.connect(&peers, deadline)
     }
 
@@ -87,7 +94,8 @@ impl Part<'_> {
         let (hosts, interrupt) = (meeting.hosts().to_vec(), self.interrupt.clone());
         let engine = EngineOptions { deadline_ms: self.deadline_ms, hosts, interrupt };
         let sharing = meeting.sharing();
-        let options = ExecuteOptions { engine, sharing, repeat: self.repeat, ..ExecuteOptions::default() };
+        let options =
+            ExecuteOptions { engine, sharing, repeat: self.repeat, check: true, measure_memory: true };
         let mut started = vec![];
         let mut barrier = || {
             meeting.barrier(self.barrier()).map_err(|e| comm_error(self.rank, e))?;
@@ -116,7 +124,7 @@ impl Part<'_> {
     /// For a rank that the plan does not know: waits where the others do.
     pub fn watch(&self, meeting: &mut dyn Meeting) -> Result<Summary, Abort> {
         // Before every run, and when all is over.
-        for _ in 0..=self.repeat {
+        for _ in 0..=self.task.num_barriers(self.repeat) {
             if let Err(error) = meeting.barrier(self.barrier()) {
                 return Err(meeting.fail(fault(&comm_error(self.rank, error))));
             }
@@ -129,11 +137,13 @@ impl Part<'_> {
             rank: report.rank,
             started,
             seconds: report.seconds,
+            synced: report.synced,
             bytes_sent: report.bytes_sent,
             bytes_received: report.bytes_received,
             verified: report.verified,
             wrong: report.wrong,
             peak_rss_bytes: peak_rss_bytes(),
+            memory: report.memory,
             ops: if self.trace { report.ops } else { vec![] },
         }
     }

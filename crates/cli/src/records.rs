@@ -9,7 +9,7 @@ use crossmesh_comm::clock::{Moment, by_one_clock};
 use crossmesh_comm::flight::{Flight, FlightRecord, JobRecord, OpRecord, OpState, ProcessRecord, SCHEMA};
 use crossmesh_comm::rendezvous::Abort;
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::{Op, OpKind, Program};
+use crossmesh_core::program::{Op, OpKind};
 use crossmesh_core::trace::{OpSpan, Trace};
 use serde::de::DeserializeOwned;
 
@@ -28,8 +28,9 @@ pub struct MeasuredTrace {
     pub clock_error_s: Option<f64>,
 }
 
-/// When every op of every rank ran in the last run, from the moment the first rank started.
-pub fn measured_trace(program: &Program, summaries: &[Summary]) -> MeasuredTrace {
+/// When every op of every rank ran in the last run, from the moment the first rank started. Of one program.
+pub fn measured_trace(task: &Task<'_>, summaries: &[Summary]) -> Option<MeasuredTrace> {
+    let program = task.program()?;
     let took_part: Vec<(&Summary, &Moment)> =
         summaries.iter().filter_map(|s| Some((s, s.started.last()?))).collect();
     let moments: Vec<&Moment> = took_part.iter().map(|(_, started)| *started).collect();
@@ -44,7 +45,7 @@ pub fn measured_trace(program: &Program, summaries: &[Summary]) -> MeasuredTrace
         ops[summary.rank.index()] = summary.ops.iter().map(span).collect();
     }
     let makespan_s = ops.iter().flatten().map(|span| span.end_s).fold(0.0, f64::max);
-    MeasuredTrace { trace: Trace { makespan_s, ops, links: vec![] }, clock_error_s }
+    Some(MeasuredTrace { trace: Trace { makespan_s, ops, links: vec![] }, clock_error_s })
 }
 
 /// The folder where ranks leave their records.
@@ -79,14 +80,16 @@ impl Records<'_> {
         let of_rank =
             |rank: Rank| failed(rank).or_else(|| self.landed(landed.iter().find(|s| s.rank == rank)?));
         let document = serde_json::from_str(&self.work.document).ok();
-        let (plan, step) = match self.work.task {
-            Task::Plan { .. } => (document, None),
-            Task::Step { .. } => (None, document),
+        let (plan, step, sweep) = match self.work.task {
+            Task::Plan { .. } => (document, None, None),
+            Task::Step { .. } => (None, document, None),
+            Task::Sweep { .. } => (None, None, document),
         };
         let flight = Flight {
             schema: SCHEMA.into(),
             plan,
             step,
+            sweep,
             verdict: verdict.cloned(),
             processes: ended.iter().map(process).collect(),
             ranks: self.work.task.ranks().into_iter().filter_map(of_rank).collect(),
@@ -96,7 +99,7 @@ impl Records<'_> {
 
     /// The record of a rank that came to its end.
     fn landed(&self, summary: &Summary) -> Option<FlightRecord> {
-        let program = &self.work.task.program().ranks[summary.rank.index()];
+        let program = &self.work.task.program()?.ranks[summary.rank.index()];
         let done = |(i, (op, span)): (u32, (&Op, &(f64, f64)))| OpRecord {
             op: i,
             what: describe(&op.kind),

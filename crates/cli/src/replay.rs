@@ -122,7 +122,7 @@ struct Course {
 impl Course {
     fn of(flight: &Flight) -> Result<Self> {
         let (task, cluster, what) = task_of(flight)?;
-        let program = task.program().clone();
+        let program = task.program().context("it is not of one program")?.clone();
         let trace = simulate(&program, &cluster).context("its program cannot be simulated")?;
         let most = program.ranks.iter().flat_map(|r| &r.ops).map(|op| op.tensor + 1).max().unwrap_or(0);
         let tensors = (0..most).map(|tensor| task.tensor_name(tensor)).collect();
@@ -148,6 +148,9 @@ fn task_of(flight: &Flight) -> Result<(Task<'static>, Cluster, String)> {
             let (cluster, what) =
                 (step.cluster.clone(), format!("step of schedule {}", step.schedule.name()));
             Ok((task, cluster, what))
+        }
+        (None, None) if flight.sweep.is_some() => {
+            bail!("a sweep of collectives cannot be replayed yet\nhint: its records can be read as they are")
         }
         _ => bail!("a flight record holds either a plan or a step"),
     }

@@ -13,6 +13,7 @@ use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
 use crossmesh_comm::rendezvous::Abort;
+use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
 
@@ -69,7 +70,7 @@ impl RunOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Started {
     ByUs,
-    ByOthers { launcher: &'static str, hosts: usize },
+    ByOthers { launcher: &'static str, hosts: usize, transport: &'static str },
 }
 
 /// What a run showed.
@@ -80,6 +81,8 @@ pub struct Measured {
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
     pub peak_rss_bytes: Option<u64>,
+    /// What ranks needed beside their tensors, where the system tells.
+    pub memory: Vec<(Rank, ExtraMemory)>,
     pub started: Started,
     /// Of the last run, where it was asked for.
     pub trace: Option<MeasuredTrace>,
@@ -87,15 +90,19 @@ pub struct Measured {
 
 impl Measured {
     pub fn median_s(&self) -> f64 {
-        let mut sorted = self.seconds.clone();
-        sorted.sort_by(f64::total_cmp);
-        let middle = sorted.len() / 2;
-        if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
+        median(&self.seconds)
     }
 
     pub fn verified(&self) -> bool {
         self.wrong.is_empty()
     }
+}
+
+pub fn median(seconds: &[f64]) -> f64 {
+    let mut sorted = seconds.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
 }
 
 /// How a run failed.
@@ -185,7 +192,11 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let secret = Secret::generate()?;
     let processes = ranks.iter().map(|rank| process(work, options, &site, *rank, &secret, folder.path()));
     let heard = Arc::new(Heard::default());
-    let job = Job::start(processes.collect::<Result<_>>()?, listen(&heard, options.repeat), GRACE)?;
+    let job = Job::start(
+        processes.collect::<Result<_>>()?,
+        listen(&heard, work.task.num_barriers(options.repeat)),
+        GRACE,
+    )?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
     let (outcome, statuses) = job.wait_each(&signals, None);
     progress.say("");
@@ -197,8 +208,9 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
         if let Some(path) = &options.flight {
             records.write_flight(path, None, &statuses, &summaries)?;
         }
-        let trace = options.trace.then(|| measured_trace(work.task.program(), &summaries));
-        return Ok(Measured { trace, ..combine(&summaries, options.repeat, Started::ByUs) });
+        let trace = if options.trace { measured_trace(work.task, &summaries) } else { None };
+        let times = work.task.num_times(options.repeat);
+        return Ok(Measured { trace, ..combine(&summaries, times, Started::ByUs) });
     }
     let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
     let aborts = std::mem::take(&mut *heard.aborts.lock().expect("no thread panics with it"));
@@ -320,8 +332,12 @@ fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
 pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured {
     let span = |run: usize| {
         let took_part: Vec<&Summary> = summaries.iter().filter(|s| run < s.seconds.len()).collect();
-        let moments: Vec<&Moment> = took_part.iter().map(|s| &s.started[run]).collect();
-        let starts = by_one_clock(&moments).map_or(vec![0; moments.len()], |(starts, _)| starts);
+        let moments: Vec<&Moment> = match took_part.iter().any(|s| s.synced) {
+            true => vec![],
+            false => took_part.iter().filter_map(|s| s.started.get(run)).collect(),
+        };
+        let compared = by_one_clock(&moments).filter(|_| moments.len() == took_part.len());
+        let starts = compared.map_or(vec![0; took_part.len()], |(starts, _)| starts);
         let first = starts.iter().min().copied().unwrap_or(0);
         let ends = took_part.iter().zip(&starts).map(|(s, at)| (at - first) as f64 / 1e9 + s.seconds[run]);
         ends.fold(0.0, f64::max)
@@ -334,6 +350,7 @@ pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured
             .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
             .collect(),
         peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
+        memory: summaries.iter().filter_map(|s| Some((s.rank, s.memory.clone()?))).collect(),
         started,
         trace: None,
     }

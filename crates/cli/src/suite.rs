@@ -34,8 +34,11 @@ use serde::Deserialize;
 use crate::input::{HostArgs, parse_layout, read_text};
 
 const SCHEMA: &str = "crossmesh.suite/1";
-const BUILT_IN: [(&str, &str); 2] =
-    [("paper", include_str!("../suites/paper.toml")), ("modern", include_str!("../suites/modern.toml"))];
+const BUILT_IN: [(&str, &str); 3] = [
+    ("paper", include_str!("../suites/paper.toml")),
+    ("modern", include_str!("../suites/modern.toml")),
+    ("uneven", include_str!("../suites/uneven.toml")),
+];
 
 /// Cases that belong together.
 #[derive(Debug, Deserialize)]
@@ -122,7 +125,9 @@ impl Suite {
         }
         let path = Path::new(name);
         if !path.exists() {
-            bail!("there is no suite `{name}`, and no file of that name\nhint: suites are paper and modern");
+            bail!(
+                "there is no suite `{name}`, and no file of that name\nhint: suites are paper, modern and uneven"
+            );
         }
         Self::parse(&read_text(path)?).with_context(|| name.to_string())
     }
@@ -154,7 +159,7 @@ impl Suite {
             latency: self.hosts.latency.clone(),
             cluster: None,
         };
-        let build = || Ok::<_, anyhow::Error>(Problem::new(case.pairs(fit.tensor_bytes)?, hosts.hosts()?)?);
+        let build = || hosts.problem(case.pairs(fit.tensor_bytes)?);
         build().with_context(|| format!("case `{}`", case.name))
     }
 }

@@ -1,4 +1,4 @@
-//! What a rank of a run is there for: a plan, or a training step.
+//! What a rank of a run is there for: a plan, a training step, or a sweep of collectives.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -6,9 +6,12 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::device::VirtualDevice;
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, RankReport, execute};
+use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, RankReport, execute, peers_of};
 use crossmesh_comm::step::execute_step;
+use crossmesh_comm::sweep::{Sweep, execute_sweep};
 use crossmesh_comm::transport::Link;
+use crossmesh_comm::transport::tcp::Shares;
+use crossmesh_core::cluster::Topology;
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::Program;
 use crossmesh_core::reshard::{Plan, lower};
@@ -16,12 +19,14 @@ use crossmesh_core::step::doc::StepDoc;
 use crossmesh_core::step::{Step, StepProgram, lower_step};
 
 use crate::input::{PlanFile, read_plan};
+use crate::sweep_doc::SweepDoc;
 
 /// See the module.
 #[expect(clippy::large_enum_variant, reason = "a process has one of it")]
 pub enum Task<'a> {
     Plan { plan: Cow<'a, Plan>, program: Program },
     Step { step: Cow<'a, Step>, lowered: Cow<'a, StepProgram> },
+    Sweep { sweep: Cow<'a, Sweep> },
 }
 
 impl<'a> Task<'a> {
@@ -41,19 +46,28 @@ impl<'a> Task<'a> {
         Ok(Task::Step { step: Cow::Owned(step), lowered: Cow::Owned(lowered) })
     }
 
+    pub fn of_step(step: &'a Step, lowered: &'a StepProgram) -> Self {
+        Task::Step { step: Cow::Borrowed(step), lowered: Cow::Borrowed(lowered) }
+    }
+
+    pub fn of_sweep(sweep: &'a Sweep) -> Self {
+        Task::Sweep { sweep: Cow::Borrowed(sweep) }
+    }
+
     /// Reads the one document that is given.
-    pub fn read(plan: Option<&Path>, step: Option<&Path>) -> Result<Self> {
-        match (plan, step) {
-            (Some(path), None) => {
+    pub fn read(plan: Option<&Path>, step: Option<&Path>, sweep: Option<&Path>) -> Result<Self> {
+        match (plan, step, sweep) {
+            (Some(path), None, None) => {
                 let PlanFile { plan, .. } = read_plan(path)?;
                 Ok(Self::of_owned_plan(plan))
             }
-            (None, Some(path)) => {
+            (None, Some(path), None) => {
                 let text = std::fs::read_to_string(path)
                     .with_context(|| format!("cannot read the step {}", path.display()))?;
                 Self::of_step_doc(&text).with_context(|| path.display().to_string())
             }
-            _ => bail!("a rank runs either a plan or a step"),
+            (None, None, Some(path)) => Ok(Task::Sweep { sweep: Cow::Owned(SweepDoc::read(path)?) }),
+            _ => bail!("a rank runs either a plan, a step or a sweep"),
         }
     }
 
@@ -62,6 +76,7 @@ impl<'a> Task<'a> {
         match self {
             Task::Plan { .. } => "--plan",
             Task::Step { .. } => "--step",
+            Task::Sweep { .. } => "--sweep",
         }
     }
 
@@ -74,13 +89,59 @@ impl<'a> Task<'a> {
                 ranks.sort_unstable();
                 ranks
             }
+            Task::Sweep { sweep } => {
+                let mut ranks = sweep.groups.concat();
+                ranks.sort_unstable();
+                ranks
+            }
         }
     }
 
-    pub fn program(&self) -> &Program {
+    /// The ranks that a rank talks to.
+    pub fn peers(&self, rank: Rank) -> Vec<Rank> {
         match self {
-            Task::Plan { program, .. } => program,
-            Task::Step { lowered, .. } => &lowered.program,
+            Task::Plan { program, .. } => peers_of(program, rank),
+            Task::Step { lowered, .. } => peers_of(&lowered.program, rank),
+            Task::Sweep { sweep } => sweep.peers(rank),
+        }
+    }
+
+    /// How often the ranks wait for each other: before every run, or every case of a sweep.
+    pub fn num_barriers(&self, repeat: u32) -> u32 {
+        match self {
+            Task::Plan { .. } | Task::Step { .. } => repeat,
+            Task::Sweep { sweep } => sweep.cases.len() as u32,
+        }
+    }
+
+    /// How many times a rank takes down.
+    pub fn num_times(&self, repeat: u32) -> u32 {
+        match self {
+            Task::Plan { .. } | Task::Step { .. } => repeat,
+            Task::Sweep { sweep } => sweep.cases.len() as u32 * repeat,
+        }
+    }
+
+    /// What each connection has of the NICs to itself.
+    pub fn shares(&self) -> Shares {
+        match self {
+            Task::Plan { plan, program } => {
+                Shares::of(&plan.problem.cluster, &plan.problem.topology, program)
+            }
+            Task::Step { step, lowered } => {
+                Shares::of(&step.cluster, &Topology::new(&step.cluster), &lowered.program)
+            }
+            // Which ranks talk changes from one collective to the next.
+            Task::Sweep { .. } => Shares::default(),
+        }
+    }
+
+    /// What runs, where it is one program: a sweep has many.
+    pub fn program(&self) -> Option<&Program> {
+        match self {
+            Task::Plan { program, .. } => Some(program),
+            Task::Step { lowered, .. } => Some(&lowered.program),
+            Task::Sweep { .. } => None,
         }
     }
 
@@ -92,6 +153,7 @@ impl<'a> Task<'a> {
                 let crossing = lowered.instances.get(tensor as usize).map(|i| i.crossing as usize);
                 crossing.and_then(|c| step.crossings.get(c)).map(|c| &c.name)
             }
+            Task::Sweep { .. } => None,
         };
         name.cloned().unwrap_or_default()
     }
@@ -113,6 +175,7 @@ impl<'a> Task<'a> {
                 })?;
                 execute_step(step, lowered, rank, links, Box::new(device), options, barrier)
             }
+            Task::Sweep { sweep } => execute_sweep(sweep, rank, links, options, barrier),
         }
     }
 }

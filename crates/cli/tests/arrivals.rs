@@ -1,6 +1,8 @@
 //! Ranks that should not be there, in every role: one with another job's secret, and one that is there already. Nobody is
 //! taken in, and everybody hears what is wrong.
 
+#![allow(clippy::print_stdout)] // the numbers are part of what this shows
+
 mod common;
 
 use std::process::{Child, Command, Output, Stdio};

@@ -9,6 +9,8 @@
 //!
 //! `CROSSMESH_FAULT_ROUNDS=20 cargo test -p crossmesh-cli --test faults -- --nocapture` does it over and over, and prints the times.
 
+#![allow(clippy::print_stdout)] // the numbers are part of what this shows
+
 mod common;
 
 use std::collections::BTreeMap;
@@ -343,6 +345,7 @@ struct Case {
 }
 
 /// All cases, as often as one likes; only some of them with `CROSSMESH_FAULT=SIGSTOP`.
+#[expect(clippy::disallowed_methods, reason = "how often to test is no part of a plan")]
 fn cases() -> Vec<Case> {
     let rounds: usize = std::env::var("CROSSMESH_FAULT_ROUNDS").map_or(1, |n| n.parse().unwrap());
     let only = std::env::var("CROSSMESH_FAULT").unwrap_or_default();

@@ -6,7 +6,7 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use common::{binary, crossmesh};
-use crossmesh_testkit::machine::eventually;
+use crossmesh_testkit::machine::{eventually, needs_root};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Six ranks: two hold it by rows, four want it by columns.
@@ -75,6 +75,17 @@ fn as_ranks_of_our_own_launcher() {
     let stdout: String = said.stdout.lines().map(|line| line.strip_prefix("[0] ").unwrap()).collect();
     let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
     assert_eq!((&report["verified"], &report["launcher"]), (&true.into(), &"crossmesh launch".into()));
+}
+
+#[test]
+fn across_hosts_that_our_launcher_emulates() {
+    needs_root();
+    let hosts = ["launch", "-n", "6", "--per-host", "2", "--emulate", "1Gbit", "--"];
+    let said = crossmesh(&[&hosts[..], &[env!("CARGO_BIN_EXE_crossmesh")], &RUN].concat());
+    assert_eq!((said.code, said.stderr.as_str()), (0, ""));
+    let stdout: String = said.stdout.lines().map(|line| line.strip_prefix("[0] ").unwrap()).collect();
+    let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!((&report["verified"], &report["hosts"]), (&true.into(), &3.into()));
 }
 
 #[test]

@@ -128,6 +128,11 @@ fn the_guide_shows_what_is_printed() {
 }
 
 #[test]
+fn the_page_on_schedules_shows_what_is_printed() {
+    check("docs/schedules.md");
+}
+
+#[test]
 fn a_gap_stands_for_any_lines() {
     let shown: Vec<String> = ["a", "…", "d"].map(String::from).to_vec();
     assert!(matches(&shown, &["a", "b", "c", "d"]));

@@ -63,7 +63,7 @@ fn emulated_hosts_move_no_faster_than_their_nics() {
 }
 
 #[test]
-fn a_slow_host_is_emulated_from_its_cluster_file() {
+fn a_slow_host_is_emulated() {
     needs_root();
     let scratch = Scratch::new();
     let hosts = "[[host]]\ndevices = 2\nnic = \"200Mbit\"\n\n[[host]]\ndevices = 2\nnic = \"50Mbit\"\n";
@@ -71,9 +71,12 @@ fn a_slow_host_is_emulated_from_its_cluster_file() {
     let (src, dst) = ("i32[512,512]@A{g:2}(g,_)", "i32[512,512]@B{g:2}(_,_)");
     let args =
         ["run", src, dst, "--emulate", "cluster", "--cluster", cluster.to_str().unwrap(), "--format", "json"];
-    let report = ok(&args).json();
-    assert!((report["lower_bound_s"].as_f64().unwrap() - (1 << 20) as f64 / 6.25e6).abs() < 1e-6);
-    assert_not_faster_than_the_nics(&report);
+    let from_file = ok(&args).json();
+    let from_flag = ok(&["run", src, dst, "--emulate", "200Mbit,h1=50Mbit", "--format", "json"]).json();
+    for report in [from_file, from_flag] {
+        assert!((report["lower_bound_s"].as_f64().unwrap() - (1 << 20) as f64 / 6.25e6).abs() < 1e-6);
+        assert_not_faster_than_the_nics(&report);
+    }
 }
 
 #[test]

@@ -20,7 +20,7 @@ use crate::memory::{Memory, Place};
 use crate::view::View;
 
 /// Boxes start at multiples of this: a cache line.
-const ALIGN: u64 = 64;
+pub(crate) const ALIGN: u64 = 64;
 
 /// Who may map a rank's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,14 +37,17 @@ pub struct HeldBox {
     pub base: u64,
 }
 
-/// See the module.
+/// See the module. Staging buffers are in `memory`; so are the shards, unless they lie in memory of their own.
 #[derive(Debug, Clone)]
 pub struct RankBuffers {
     pub memory: Arc<Memory>,
+    pub(crate) src_memory: Arc<Memory>,
+    pub(crate) dst_memory: Arc<Memory>,
     /// By tensor.
     pub src: Vec<Vec<HeldBox>>,
     pub dst: Vec<Vec<HeldBox>>,
-    stages: Vec<u64>,
+    pub(crate) stages: Vec<u64>,
+    pub(crate) tensor_bytes: u64,
 }
 
 /// Where an op reads and writes. A send has no `into`, a receive no `from`.
@@ -56,7 +59,7 @@ pub struct OpPlaces {
 
 impl RankBuffers {
     pub fn allocate(plan: &Plan, program: &RankProgram, rank: Rank, sharing: Sharing) -> io::Result<Self> {
-        let mut next = 0;
+        let (mut next, mut tensor_bytes) = (0, 0);
         let mut take = |bytes: u64| {
             let base = next;
             next = (base + bytes).next_multiple_of(ALIGN);
@@ -65,7 +68,12 @@ impl RankBuffers {
         let mut shard = |placed: &Placed| -> Vec<HeldBox> {
             let element = placed.layout.dtype().bytes();
             let boxes = shard_of(placed, rank).into_iter();
-            boxes.map(|region| HeldBox { base: take(region.volume() * element), region }).collect()
+            let held = |region: Region| {
+                let bytes = region.volume() * element;
+                tensor_bytes += bytes;
+                HeldBox { base: take(bytes), region }
+            };
+            boxes.map(held).collect()
         };
         let reshards = &plan.problem.reshards;
         let src = reshards.iter().map(|r| shard(&r.src)).collect();
@@ -75,7 +83,14 @@ impl RankBuffers {
             Sharing::Private => Memory::private(next)?,
             Sharing::Host => Memory::shared(next).map_err(|cause| cannot_share(next, &cause))?,
         };
-        Ok(Self { memory: Arc::new(memory), src, dst, stages })
+        let memory = Arc::new(memory);
+        let (src_memory, dst_memory) = (memory.clone(), memory.clone());
+        Ok(Self { memory, src_memory, dst_memory, src, dst, stages, tensor_bytes })
+    }
+
+    /// What its shards hold, without staging buffers.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensor_bytes
     }
 
     /// The places of every op, or the op that has none and why.
@@ -95,7 +110,11 @@ impl RankBuffers {
             };
             Ok(OpPlaces { from: place(from).map_err(|e| (i, e))?, into: place(into).map_err(|e| (i, e))? })
         };
-        (0..).zip(&ops.ops).map(resolve).collect()
+        let mut places = Vec::with_capacity(ops.ops.len());
+        for op in (0..).zip(&ops.ops) {
+            places.push(resolve(op)?);
+        }
+        Ok(places)
     }
 
     fn place(
@@ -105,7 +124,12 @@ impl RankBuffers {
         buffer: Buffer,
         staged: Option<RegionId>,
     ) -> Result<Place, &'static str> {
-        let memory = self.memory.clone();
+        let memory = match buffer {
+            Buffer::Src => &self.src_memory,
+            Buffer::Dst => &self.dst_memory,
+            Buffer::Stage(_) => &self.memory,
+        };
+        let memory = memory.clone();
         if op.bytes == 0 {
             return Ok(Place { memory, view: View::empty() });
         }
@@ -150,7 +174,7 @@ fn ends(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
     match op.kind {
         OpKind::Send { from, .. } => (Some(from), None),
         OpKind::Recv { into, .. } => (None, Some(into)),
-        OpKind::Copy { from, into } => (Some(from), Some(into)),
+        OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
         OpKind::Compute { .. } => (None, None),
     }
 }
@@ -176,19 +200,18 @@ impl Boxes<'_> {
             let (from, into) = ends(op);
             let staged = [from, into].into_iter().flatten().find(|b| matches!(b, Buffer::Stage(_)));
             let Some(buffer) = staged else { continue };
-            if matches!(op.kind, OpKind::Recv { .. }) {
+            if matches!(op.kind, OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. }) {
                 held[i] = Some(op.region);
             }
             for dep in ops.deps(op) {
                 let filler = &ops.ops[dep.op as usize];
                 let fills = ends(filler).1 == Some(buffer) && filler.tensor == op.tensor && filler.bytes > 0;
-                match filler.kind {
-                    OpKind::Recv { .. } if fills && from == Some(buffer) => held[i] = Some(filler.region),
-                    OpKind::Copy { .. } if fills => {
-                        held[i] = held[i].or(Some(op.region));
-                        held[dep.op as usize] = Some(op.region);
-                    }
-                    _ => {}
+                let brings = matches!(filler.kind, OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. });
+                if fills && brings && from == Some(buffer) {
+                    held[i] = Some(filler.region);
+                } else if fills && !brings {
+                    held[i] = held[i].or(Some(op.region));
+                    held[dep.op as usize] = Some(op.region);
                 }
             }
         }

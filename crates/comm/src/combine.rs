@@ -1,7 +1,9 @@
 //! Adding up partial sums: one loop per dtype and op, chosen outside.
 //!
-//! bf16 and f16 are combined in f32 and rounded once per step, as everybody does. Bytes may lie anywhere, so elements
-//! are read and written bytewise; the compiler makes plain vector loads of it.
+//! bf16 and f16 are combined in f32 and rounded once per step, as everybody does. Whole numbers wrap around. The largest
+//! and the smallest are the same in whatever order they are looked for: a NaN wins over everything, so that it is not
+//! lost, and zeros are told apart, -0 below +0. Bytes may lie anywhere, so elements are read and written bytewise; the
+//! compiler makes plain vector loads of it.
 
 use crossmesh_core::dtype::DType;
 use crossmesh_core::layout::ReduceOp;
@@ -64,10 +66,14 @@ macro_rules! loops {
     };
 }
 
-loops!(float64, f64, 8, |a, b| a + b, f64::max, f64::min);
-loops!(float32, f32, 4, |a, b| a + b, f32::max, f32::min);
-loops!(brain16, bf16, 2, |a, b| a + b, bf16::max, bf16::min);
-loops!(half16, f16, 2, |a, b| a + b, f16::max, f16::min);
+loops!(float64, f64, 8, |a, b| a + b, largest64, smallest64);
+loops!(float32, f32, 4, |a, b| a + b, largest32, smallest32);
+loops!(brain16, bf16, 2, |a, b| a + b, |a, b| bf16::from_f32(largest32(a.to_f32(), b.to_f32())), |a, b| {
+    bf16::from_f32(smallest32(a.to_f32(), b.to_f32()))
+});
+loops!(half16, f16, 2, |a, b| a + b, |a, b| f16::from_f32(largest32(a.to_f32(), b.to_f32())), |a, b| {
+    f16::from_f32(smallest32(a.to_f32(), b.to_f32()))
+});
 loops!(int64, i64, 8, i64::wrapping_add, i64::max, i64::min);
 loops!(int32, i32, 4, i32::wrapping_add, i32::max, i32::min);
 loops!(int8, i8, 1, i8::wrapping_add, i8::max, i8::min);
@@ -75,9 +81,53 @@ loops!(uint8, u8, 1, u8::wrapping_add, u8::max, u8::min);
 // A sum of truths is true if one of them is.
 loops!(boolean, u8, 1, |a, b| a | b, u8::max, u8::min);
 
+/// The larger of two, whichever comes first.
+macro_rules! extremes {
+    ($largest:ident, $smallest:ident, $type:ident) => {
+        fn $largest(a: $type, b: $type) -> $type {
+            if a > b || (a == b && a.is_sign_positive()) {
+                a
+            } else if a <= b {
+                b
+            } else {
+                $type::NAN
+            }
+        }
+
+        fn $smallest(a: $type, b: $type) -> $type {
+            -$largest(-a, -b)
+        }
+    };
+}
+
+extremes!(largest64, smallest64, f64);
+extremes!(largest32, smallest32, f32);
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn extremes_have_no_order() {
+        let values = [0.0f32, -0.0, 1.5, -1.5, f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
+        for op in [ReduceOp::Max, ReduceOp::Min] {
+            for (a, b) in values.iter().flat_map(|a| values.map(|b| (*a, b))) {
+                let combined = |a: f32, b: f32| {
+                    let mut into = a.to_le_bytes();
+                    Combine::new(DType::F32, op).unwrap().apply(&mut into, &b.to_le_bytes());
+                    f32::from_le_bytes(into)
+                };
+                let (one, other) = (combined(a, b), combined(b, a));
+                assert_eq!(one.to_bits() & !(1 << 31), other.to_bits() & !(1 << 31), "{op} of {a} and {b}");
+                assert_eq!(one.is_nan(), a.is_nan() || b.is_nan(), "{op} of {a} and {b}");
+                let zero = if op == ReduceOp::Max { 0.0f32 } else { -0.0 };
+                if a == 0.0 && b == 0.0 && a.to_bits() != b.to_bits() {
+                    assert_eq!(one.to_bits(), zero.to_bits());
+                    assert_eq!(other.to_bits(), zero.to_bits());
+                }
+            }
+        }
+    }
 
     #[test]
     fn combines_every_dtype() {

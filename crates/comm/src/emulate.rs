@@ -9,6 +9,7 @@
 //! A NIC is full duplex: what leaves is shaped at the host, what comes in at the switch. The bucket is small, so that
 //! short transfers are shaped too, and packets reach it one by one. Names carry the process's number: jobs run side
 //! by side, and what a killed one left behind is recognised and removed by the next. No address leaves the machine.
+//! Hosts use Linux's usual congestion control, whatever this machine uses.
 
 use std::fmt;
 use std::io::Write;
@@ -21,6 +22,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub const MAX_HOSTS: usize = 250;
 const PREFIX: &str = "xm";
 const NAMESPACES: &str = "/run/netns";
+const NETWORK: &str = "10.77.0.0/24";
 const MTU: u32 = 9000;
 /// Of the shapers: small, so that a short transfer is not over before the shaping begins.
 const BURST: &str = "64kb";
@@ -137,6 +139,7 @@ impl Emulation {
             format!("link set nic gso_max_size {MTU} gso_max_segs 1"),
             format!("addr add {address}/24 dev nic"),
             "link set nic up".into(),
+            format!("route replace {NETWORK} dev nic proto kernel scope link src {address} congctl cubic"),
             "link set lo up".into(),
         ];
         tool("ip", &["-n", &self.namespace(host), "-batch", "-"], &lines(at_host))?;

@@ -15,7 +15,9 @@ use crossmesh_core::id::Rank;
 mod meeting;
 mod nodelist;
 
-pub use meeting::{DEFAULT_PORT, JobName, MASTER_VARIABLE, job_name};
+pub use meeting::{
+    DEFAULT_PORT, JobName, MASTER_VARIABLE, TRANSPORT_VARIABLE, Transport, job_name, transport,
+};
 pub use nodelist::expand_nodelist;
 
 /// More ranks than this are a typing mistake.
@@ -67,6 +69,10 @@ pub enum EnvironmentError {
         "no one says where the ranks meet: {launcher} does not, and MASTER_ADDR is not set\nhint: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there"
     )]
     NoMaster { launcher: &'static str },
+    #[error(
+        "CROSSMESH_TRANSPORT asks for MPI, which this program was built without\nhint: cargo build --features mpi"
+    )]
+    NoMpi,
     #[error("{list} is not a list of nodes: {why}\nhint: it should read like n[1-3,7],login")]
     Nodelist { list: String, why: &'static str },
 }
@@ -111,9 +117,27 @@ const LAUNCHERS: [Launcher; 4] = [
     },
 ];
 
+fn who_told(variables: &Variables) -> Option<&'static Launcher> {
+    LAUNCHERS.iter().find(|launcher| variables.contains_key(launcher.rank))
+}
+
+/// The launcher that made this process a rank, if one did, and how many ranks it says there are.
+pub fn launcher(variables: &Variables) -> Option<(&'static str, Option<u32>)> {
+    let launcher = who_told(variables)?;
+    Some((launcher.name_in(variables), number(launcher.world, variables).ok().flatten()))
+}
+
+impl Launcher {
+    /// Our own has torchrun's variables, and one more.
+    fn name_in(&self, variables: &Variables) -> &'static str {
+        let ours = self.name == "torchrun" && variables.contains_key(LAUNCHER_VARIABLE);
+        if ours { "crossmesh launch" } else { self.name }
+    }
+}
+
 /// The place that flags and variables give this process.
 pub fn place(flags: &Flags, variables: &Variables) -> Result<Place, EnvironmentError> {
-    let told = LAUNCHERS.iter().find(|launcher| variables.contains_key(launcher.rank));
+    let told = who_told(variables);
     // With both flags no launcher is needed; torchrun's names then fill in the rest.
     let launcher = match (told, flags.rank, flags.world) {
         (Some(launcher), ..) => launcher,
@@ -133,11 +157,7 @@ pub fn place(flags: &Flags, variables: &Variables) -> Result<Place, EnvironmentE
         number(launcher.local_rank, variables)?.unwrap_or(rank % local_world.unwrap_or(world).max(1));
     let all_here = local_world == Some(world) || (launcher.name == "Slurm" && meeting::one_node(variables));
     let (master_addr, master_port) = meeting::master(flags, variables, launcher.name, all_here)?;
-    let launcher = match (told, variables.contains_key(LAUNCHER_VARIABLE)) {
-        (None, _) => "flags",
-        (Some(launcher), true) if launcher.name == "torchrun" => "crossmesh launch",
-        (Some(launcher), _) => launcher.name,
-    };
+    let launcher = if told.is_some() { launcher.name_in(variables) } else { "flags" };
     Ok(Place { rank: Rank(rank), world, local_rank, local_world, master_addr, master_port, launcher })
 }
 

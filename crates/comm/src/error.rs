@@ -26,7 +26,7 @@ pub enum CommError {
         tensor: String,
         bytes: u64,
         #[source]
-        cause: WireError,
+        cause: Box<WireError>,
     },
     #[error(
         "{me}'s own end of its connection to {peer} is closed, during {op} of tensor {tensor}, {bytes} B outstanding"

@@ -13,6 +13,7 @@ use crate::error::CommError;
 use crate::flight::FlightRecord;
 use crate::pattern;
 use crate::transport::Link;
+use crate::usage::{ExtraMemory, Meter};
 
 /// How ranks wait for each other before the clock starts. Whoever connected them knows how.
 pub type Barrier<'a> = dyn FnMut() -> Result<(), CommError> + Send + 'a;
@@ -25,11 +26,19 @@ pub struct ExecuteOptions {
     pub repeat: u32,
     /// Whether to look at the destination after every repetition.
     pub check: bool,
+    /// Whether to measure memory beside the tensors; for ranks that are processes.
+    pub measure_memory: bool,
 }
 
 impl Default for ExecuteOptions {
     fn default() -> Self {
-        Self { engine: EngineOptions::default(), sharing: Sharing::Host, repeat: 1, check: true }
+        Self {
+            engine: EngineOptions::default(),
+            sharing: Sharing::Host,
+            repeat: 1,
+            check: true,
+            measure_memory: false,
+        }
     }
 }
 
@@ -49,6 +58,11 @@ pub struct RankReport {
     pub ops: Vec<(f64, f64)>,
     /// When the last repetition started, by the machine's monotonic clock.
     pub started_ns: u64,
+    /// Missing where it was not measured.
+    pub memory: Option<ExtraMemory>,
+    /// Repetitions began with a barrier of the ranks' own: when each of them started need not be compared.
+    #[serde(default)]
+    pub synced: bool,
 }
 
 impl RankReport {
@@ -71,6 +85,8 @@ impl RankReport {
             wrong: None,
             ops: vec![],
             started_ns: 0,
+            memory: None,
+            synced: false,
         }
     }
 }
@@ -114,6 +130,7 @@ pub fn execute(
 ) -> Result<RankReport, Failure> {
     check_sums(plan)?;
     let program = lower(plan);
+    let meter = options.measure_memory.then(Meter::start).flatten();
     let allocated = RankBuffers::allocate(plan, &program.ranks[rank.index()], rank, options.sharing);
     let buffers = allocated.map_err(|e| CommError::System {
         me: rank,
@@ -122,7 +139,7 @@ pub fn execute(
     })?;
     pattern::fill_sources(plan, rank, &buffers);
     let mut engine = Engine::new(rank, links, Box::new(Monotonic), options.engine.clone())?;
-    let mut run = Run { plan, program: &program, rank, buffers: &buffers, check: options.check };
+    let mut run = Run { plan, program: &program, rank, buffers: &buffers, check: options.check, meter };
     let result = run.repeat(&mut engine, options.repeat, barrier);
     engine.close();
     result.map_err(|error| Failure { error, flight: engine.flight_record().cloned().map(Box::new) })
@@ -148,6 +165,7 @@ struct Run<'a> {
     rank: Rank,
     buffers: &'a RankBuffers,
     check: bool,
+    meter: Option<Meter>,
 }
 
 impl Run<'_> {
@@ -161,13 +179,32 @@ impl Run<'_> {
         for job in 0..times {
             let spec = JobSpec::new(job, self.plan, self.program, self.rank, self.buffers)?;
             pattern::poison_destinations(self.plan, self.buffers);
+            // The first run shows what runs need.
+            let mut meter = self.meter.as_mut().filter(|_| job == 0);
+            if let Some(meter) = &mut meter {
+                meter.begin();
+            }
             barrier()?;
             report.started_ns = Monotonic.now_ns();
             let handle = engine.start(spec)?;
             let done = engine.wait(handle)?;
+            if let Some(meter) = meter {
+                meter.end();
+            }
             self.note(&mut report, done);
         }
+        report.memory = self.extra_memory(engine);
         Ok(report)
+    }
+
+    fn extra_memory(&mut self, engine: &Engine) -> Option<ExtraMemory> {
+        let meter = self.meter.as_mut()?;
+        meter.look();
+        Some(ExtraMemory {
+            extra_bytes_measured: meter.extra_bytes(self.buffers.tensor_bytes()),
+            extra_bytes_proven: self.program.ranks[self.rank.index()].extra_bytes(),
+            socket_bytes: engine.kernel_bytes(),
+        })
     }
 
     fn note(&self, report: &mut RankReport, done: JobReport) {

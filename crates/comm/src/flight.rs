@@ -24,11 +24,13 @@ const KEPT: usize = 256;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Flight {
     pub schema: String,
-    /// What ran, complete: a plan, or a step.
+    /// What ran, complete: a plan, a step, or a sweep of collectives.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan: Option<Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step: Option<Value>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sweep: Option<Value>,
     /// What the ranks agreed on; nothing where all went well.
     pub verdict: Option<Abort>,
     pub processes: Vec<ProcessRecord>,

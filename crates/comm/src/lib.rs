@@ -13,6 +13,7 @@
 pub mod auth;
 pub mod buffer;
 pub mod clock;
+pub mod collectives;
 pub mod combine;
 pub mod deadline;
 pub mod device;
@@ -29,6 +30,8 @@ pub mod pattern;
 pub mod rendezvous;
 mod room;
 pub mod step;
+pub mod sweep;
 pub mod transport;
+pub mod usage;
 pub mod view;
 pub mod wire;

@@ -1,10 +1,12 @@
 //! Memory that ranks move bytes out of and into: one mapping, private or shared with the processes of the host.
 //!
-//! All of the crate's `unsafe` is here. What makes it sound:
+//! All of the crate's `unsafe` is here, but for MPI's calls and two socket options in `transport::tcp`. What makes it sound:
 //! - a mapping lives as long as its [`Memory`], and every access is checked against its length;
 //! - a rank's memory is written only by the one thread that drives its engine (a `Memory` is handed to it);
 //! - a peer that has the segment mapped only reads it, and only bytes that were offered to it. The verifier proved that
-//!   nothing writes to those until the peer has said that it took them.
+//!   nothing writes to those until the peer has said that it took them;
+//! - elements of a [`crate::collectives::Buffer`] are seen as a slice only by who owns the buffer, and no program has it
+//!   meanwhile: starting one takes the buffer away, and the end of the program gives it back.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -17,8 +19,9 @@ use std::sync::Arc;
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, memfd_create,
 };
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
+use crate::collectives::Element;
 use crate::combine::Combine;
 use crate::room::check_room;
 use crate::view::View;
@@ -58,7 +61,7 @@ impl Memory {
     pub fn shared(len: u64) -> io::Result<Self> {
         let len = mapped_len(len)?;
         check_room(len as u64)?;
-        let segment = memfd_create("crossmesh", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let segment = memfd_create(segment_name(), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         fallocate(&segment, FallocateFlags::empty(), 0, len as u64)?;
         fcntl_add_seals(&segment, SealFlags::SHRINK | SealFlags::GROW)?;
         Self::map(segment, len, ProtFlags::READ | ProtFlags::WRITE)
@@ -113,11 +116,71 @@ impl Memory {
     }
 }
 
+/// The bytes of some elements.
+pub(crate) fn bytes_of<T: Element>(elements: &[T]) -> &[u8] {
+    // SAFETY: an element is plain numbers without padding (`Element` is sealed), and bytes have no alignment.
+    unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), size_of_val(elements)) }
+}
+
+impl Memory {
+    /// Elements that lie in it, `at` bytes from its start.
+    pub(crate) fn elements<T: Element>(&self, at: u64, len: usize) -> &[T] {
+        let (at, _) = self.check((at, (len * size_of::<T>()) as u64));
+        assert!(at.is_multiple_of(align_of::<T>()), "elements start where their type may");
+        // SAFETY: in bounds and aligned (the mapping starts at a page); any bits are an element (`Element` is sealed).
+        // The owner of the buffer alone has it, by the module's rules.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(at).cast(), len) }
+    }
+
+    /// The same to change them. The caller owns them.
+    #[expect(clippy::mut_from_ref, reason = "the buffer that owns these elements is borrowed mutably")]
+    pub(crate) fn elements_mut<T: Element>(&self, at: u64, len: usize) -> &mut [T] {
+        let (at, _) = self.check((at, (len * size_of::<T>()) as u64));
+        assert!(at.is_multiple_of(align_of::<T>()), "elements start where their type may");
+        // SAFETY: as above, and the owner borrowed its buffer mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at).cast(), len) }
+    }
+}
+
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: this is the mapping made in `private` or `map`; no slice outlives the value it borrows from.
-        let unmapped = unsafe { munmap(self.start.as_ptr().cast::<c_void>(), self.len) };
-        debug_assert!(unmapped.is_ok());
+        let unmapped = unsafe { unmap(self.start.as_ptr().cast::<c_void>(), self.len) };
+        debug_assert!(unmapped);
+    }
+}
+
+#[cfg(not(feature = "mpi"))]
+unsafe fn unmap(start: *mut c_void, len: usize) -> bool {
+    // SAFETY: as the caller says.
+    unsafe { rustix::mm::munmap(start, len) }.is_ok()
+}
+
+/// By the C library's own function: MPI libraries keep what a NIC knows of memory, and forget it when they see this
+/// call; a system call of ours they would not see.
+#[cfg(feature = "mpi")]
+unsafe fn unmap(start: *mut c_void, len: usize) -> bool {
+    unsafe extern "C" {
+        fn munmap(start: *mut c_void, len: usize) -> std::ffi::c_int;
+    }
+    // SAFETY: as the caller says; this is the signature that POSIX gives it.
+    unsafe { munmap(start, len) == 0 }
+}
+
+/// What the system calls segments that this process makes; by it they are told from its peers'.
+pub(crate) fn segment_name() -> String {
+    format!("crossmesh.{}", std::process::id())
+}
+
+/// Gives heap that is not in use back to the system, so that what is taken afterwards can be seen.
+pub(crate) fn trim_heap() {
+    #[cfg(target_env = "gnu")]
+    {
+        unsafe extern "C" {
+            fn malloc_trim(pad: usize) -> std::ffi::c_int;
+        }
+        // SAFETY: glibc's signature; it touches nothing that is in use.
+        unsafe { malloc_trim(0) };
     }
 }
 
@@ -165,6 +228,15 @@ impl Place {
             bytes += run.1;
         }
         bytes
+    }
+
+    /// Where a part of the stream lies, if it is one run of bytes. Whoever reads or writes there keeps to the module's
+    /// rules, and keeps the memory.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn in_one_run(&self, part: Range<u64>) -> Option<NonNull<[u8]>> {
+        let bytes = part.end - part.start;
+        let run = self.view.runs(part).next().filter(|run| run.1 == bytes)?;
+        Some(NonNull::from(self.memory.slice_mut(run)))
     }
 
     /// Continues a checksum over a part of the stream.

@@ -20,6 +20,8 @@ use crate::view::View;
 /// What destinations hold before a run, so that what never arrives is noticed.
 const POISON: u8 = 0xA5;
 const BLOCK_BYTES: usize = 64 << 10;
+/// Elements that are filled or looked at together: what is checked should not need memory of its own.
+const MAX_ROW: usize = 8 << 10;
 
 /// An element that is not what it should be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -113,10 +115,14 @@ fn contribution(placed: &Placed, rank: Rank) -> u64 {
     placed.layout.contribution_at(&placed.layout.mesh().coord(position)) as u64
 }
 
-/// Calls with every row of a box: its first global index, its length, and its place in the box, in elements.
+/// Calls with every row of a box, long ones in pieces: the first global index, the length, and the place in the box, in
+/// elements.
 fn for_rows(region: &Region, shape: &[u64], mut row: impl FnMut(u64, u64, u64)) {
     let spans = region.spans();
     let Some((last, outer)) = spans.split_last() else { return row(0, 1, 0) };
+    let mut pieces = |index: u64, len: u64, at: u64| {
+        (0..len).step_by(MAX_ROW).for_each(|k| row(index + k, (len - k).min(MAX_ROW as u64), at + k));
+    };
     let rows: u64 = outer.iter().map(|s| s.len()).product();
     for r in 0..rows {
         let (mut left, mut index, mut stride) = (r, last.start, shape[shape.len() - 1]);
@@ -125,7 +131,7 @@ fn for_rows(region: &Region, shape: &[u64], mut row: impl FnMut(u64, u64, u64)) 
             left /= span.len();
             stride *= len;
         }
-        row(index, last.len(), r * last.len());
+        pieces(index, last.len(), r * last.len());
     }
 }
 

@@ -3,8 +3,10 @@
 //! Every crossing has a few buffers, used in turn, each with its own shards. They are filled with the pattern that
 //! [`crate::pattern`] knows, so that after a run every element that crossed last can be looked at.
 
+use std::sync::Arc;
+
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::OpKind;
+use crossmesh_core::program::{Op, OpKind};
 use crossmesh_core::reshard::Plan;
 use crossmesh_core::step::{Direction, Step, StepProgram};
 
@@ -14,8 +16,10 @@ use crate::device::Device;
 use crate::engine::{Engine, JobSpec, Tensor};
 use crate::error::CommError;
 use crate::execute::{Barrier, ExecuteOptions, Failure, RankReport};
+use crate::memory::{Memory, Place};
 use crate::pattern;
 use crate::transport::Link;
+use crate::view::View;
 
 /// The buffers of a crossing in one direction, on one rank.
 struct Lane<'a> {
@@ -72,10 +76,16 @@ fn allocate<'a>(
         .collect()
 }
 
-/// The places of all ops of the rank: those of the plans, by buffer.
-fn places(lowered: &StepProgram, rank: Rank, lanes: &[[Lane<'_>; 2]]) -> Vec<OpPlaces> {
+/// The places of all ops of the rank: those of the plans, by buffer; words of no bytes are nowhere.
+fn places(lowered: &StepProgram, rank: Rank, lanes: &[[Lane<'_>; 2]]) -> std::io::Result<Vec<OpPlaces>> {
     let ops = &lowered.program.ranks[rank.index()].ops;
-    let mut places = vec![OpPlaces { from: None, into: None }; ops.len()];
+    let nothing = Place { memory: Arc::new(Memory::private(0)?), view: View::empty() };
+    let of = |op: &Op| match op.kind {
+        OpKind::Send { .. } => OpPlaces { from: Some(nothing.clone()), into: None },
+        OpKind::Recv { .. } => OpPlaces { from: None, into: Some(nothing.clone()) },
+        OpKind::Copy { .. } | OpKind::Compute { .. } => OpPlaces { from: None, into: None },
+    };
+    let mut places: Vec<OpPlaces> = ops.iter().map(of).collect();
     for instance in &lowered.instances {
         let lane = &lanes[instance.crossing as usize][instance.direction as usize];
         for (_, range) in instance.ops.iter().filter(|(r, _)| *r == rank) {
@@ -83,12 +93,7 @@ fn places(lowered: &StepProgram, rank: Rank, lanes: &[[Lane<'_>; 2]]) -> Vec<OpP
             places[range.start as usize..range.end as usize].clone_from_slice(of_plan);
         }
     }
-    debug_assert!(ops.iter().zip(&places).all(|(op, p)| match op.kind {
-        OpKind::Send { .. } => p.from.is_some(),
-        OpKind::Recv { .. } => p.into.is_some(),
-        OpKind::Copy { .. } | OpKind::Compute { .. } => true,
-    }));
-    places
+    Ok(places)
 }
 
 fn tensors(step: &Step, lowered: &StepProgram) -> Vec<Tensor> {
@@ -99,7 +104,8 @@ fn tensors(step: &Step, lowered: &StepProgram) -> Vec<Tensor> {
         };
         format!("{what}{} of microbatch {}", step.crossings[i.crossing as usize].name, i.microbatch.0)
     };
-    lowered.instances.iter().map(|i| Tensor { name: name(i), combine: None }).collect()
+    let crossings = lowered.instances.iter().map(name);
+    crossings.chain(["the start of a pass".into()]).map(|name| Tensor { name, combine: None }).collect()
 }
 
 fn repeat(
@@ -112,7 +118,9 @@ fn repeat(
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, CommError> {
     let mut report = RankReport { verified: options.check, ..RankReport::idle(rank) };
-    let (places, tensors) = (places(lowered, rank, lanes), tensors(step, lowered));
+    let system =
+        |e: std::io::Error| CommError::System { me: rank, what: "lay out a step", cause: e.to_string() };
+    let (places, tensors) = (places(lowered, rank, lanes).map_err(system)?, tensors(step, lowered));
     for run in 0..options.repeat {
         for lane in lanes.iter().flatten() {
             lane.buffers.iter().for_each(|b| pattern::poison_destinations(lane.plan, b));

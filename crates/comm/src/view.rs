@@ -14,17 +14,18 @@
 //! row-major order: the byte stream that a transfer of it is.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crossmesh_core::layout::MAX_DIMS;
 use crossmesh_core::region::Region;
 
-/// Where the bytes of a box are, in the order they travel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Where the bytes of a box are, in the order they travel. Programs have one or two for every op, so it is small.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct View {
     base: u64,
     run: u64,
-    outer: [Outer; MAX_DIMS],
-    num_outer: u8,
+    /// None for a single run.
+    outer: Option<Arc<[Outer]>>,
 }
 
 /// A dim that is not part of the run.
@@ -37,7 +38,7 @@ pub struct Outer {
 impl View {
     /// No bytes at all.
     pub fn empty() -> Self {
-        Self { base: 0, run: 0, outer: [Outer::default(); MAX_DIMS], num_outer: 0 }
+        Self { base: 0, run: 0, outer: None }
     }
 
     /// The `region` of what `held` keeps at `base`, row-major, in elements of `element_bytes`.
@@ -60,10 +61,8 @@ impl View {
             }
             stride *= have.len();
         }
-        view.num_outer = minor_first.len() as u8;
-        for (outer, found) in view.outer.iter_mut().zip(minor_first.into_iter().rev()) {
-            *outer = found;
-        }
+        minor_first.reverse();
+        view.outer = (!minor_first.is_empty()).then(|| minor_first.into());
         Some(view)
     }
 
@@ -81,9 +80,7 @@ impl View {
         if end > memory_bytes {
             return None;
         }
-        let mut view = Self { base, run, num_outer: outer.len() as u8, ..Self::empty() };
-        view.outer[..outer.len()].copy_from_slice(outer);
-        Some(view)
+        Some(Self { base, run, outer: (!outer.is_empty()).then(|| outer.into()) })
     }
 
     pub fn base(&self) -> u64 {
@@ -96,7 +93,7 @@ impl View {
 
     /// Major first.
     pub fn outer(&self) -> &[Outer] {
-        &self.outer[..usize::from(self.num_outer)]
+        self.outer.as_deref().unwrap_or_default()
     }
 
     pub fn bytes(&self) -> u64 {
@@ -224,7 +221,7 @@ mod tests {
                 prop_assert_eq!(&fast, &slow[part.start as usize..part.end as usize]);
             }
             let parts = View::from_parts(view.base(), view.run_bytes(), view.outer(), view.end());
-            prop_assert_eq!(parts, Some(view));
+            prop_assert_eq!(parts, Some(view.clone()));
             if !slow.is_empty() {
                 let parts = View::from_parts(view.base(), view.run_bytes(), view.outer(), view.end() - 1);
                 prop_assert_eq!(parts, None);

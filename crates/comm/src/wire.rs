@@ -100,6 +100,11 @@ impl Header {
         Self { kind, job, tag, offset, len, payload_crc: crc32c::crc32c(payload) }
     }
 
+    /// That the frame has no place here, and why.
+    pub fn unexpected(&self, why: &'static str) -> WireError {
+        WireError::Unexpected { kind: self.kind, job: self.job, tag: self.tag, why }
+    }
+
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[0..4].copy_from_slice(&MAGIC.to_le_bytes());

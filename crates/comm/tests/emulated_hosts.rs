@@ -55,6 +55,16 @@ fn a_nic_carries_its_rate_both_ways_at_once() {
 }
 
 #[test]
+fn hosts_are_alike_on_every_machine() {
+    needs_root();
+    let emulation = Emulation::up(&[rate(400.0), rate(400.0)]).unwrap();
+    let (a, b) = joined(&emulation);
+    for socket in [&a, &b] {
+        assert_eq!(rustix::net::sockopt::tcp_congestion(socket).unwrap(), "cubic");
+    }
+}
+
+#[test]
 fn a_cut_cable_carries_nothing_until_it_is_healed() {
     needs_root();
     let emulation = Emulation::up(&[rate(400.0), rate(400.0)]).unwrap();

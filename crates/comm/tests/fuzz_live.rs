@@ -3,6 +3,8 @@
 //!
 //! `CROSSMESH_FUZZ_FRAMES=100000000 cargo test --release -p crossmesh-comm --test fuzz_live -- --nocapture` goes on for longer.
 
+#![allow(clippy::print_stdout)] // the numbers are part of what this shows
+
 mod common;
 
 use std::cell::Cell;
@@ -316,6 +318,7 @@ fn fuzz(work: &Work, number: u64, frames: u64) -> Ends {
 }
 
 #[test]
+#[expect(clippy::disallowed_methods, reason = "how long to test is no part of a plan")]
 fn a_million_frames_into_a_live_rank() {
     let total: u64 = std::env::var("CROSSMESH_FUZZ_FRAMES").map_or(FRAMES, |n| n.parse().unwrap());
     let work = &Work::new();

@@ -44,6 +44,11 @@ impl DType {
         }
     }
 
+    /// Whether adding rounds, so that the order of a sum shows in its bits.
+    pub fn rounds(self) -> bool {
+        !matches!(self, DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool)
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             DType::F64 => "f64",

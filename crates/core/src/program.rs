@@ -97,10 +97,11 @@ pub enum OpKind {
         into: Buffer,
         reduce: bool,
     },
-    /// Inside the rank's own memory.
+    /// Inside the rank's own memory. With `reduce`, combined with what is there.
     Copy {
         from: Buffer,
         into: Buffer,
+        reduce: bool,
     },
     /// A part of a pass on the rank's device: `pass` is for whoever computes to know, `nanos` is how long it is
     /// thought to take. A device does one thing at a time, so each waits for the one before it.

@@ -187,3 +187,18 @@ fn the_same_input_gives_the_same_plan_byte_for_byte() {
     };
     assert_eq!(write(), write());
 }
+
+#[test]
+fn who_wants_it_at_home_relays_it_too() {
+    let cluster = |hosts, nic: &str| {
+        format!("[[host]]\ncount = {hosts}\ndevices = 8\nnics = 8\nnic = \"{nic}\"\nlocal = \"100GB/s\"\n")
+    };
+    let src = "u8[1073741824]@R{}=0(_)";
+    // One device of a host with eight NICs has it for its neighbours and for other hosts.
+    for (hosts, nic) in [(8, "400Gbit"), (8, "100Gbit"), (2, "100Gbit"), (3, "400Gbit")] {
+        let dst = format!("u8[1073741824]@G{{g:{0}}}=0-{1}(_)", hosts * 8, hosts * 8 - 1);
+        let (plan, gap) = flow(&problem(src, &dst, &cluster(hosts, nic)), &PlanOptions::default());
+        assert!(gap < 1.02, "{hosts} hosts, {nic}: {gap}");
+        assert!(plan.reasons.iter().any(|r| r.contains("detour")), "{:?}", plan.reasons);
+    }
+}

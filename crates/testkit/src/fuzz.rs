@@ -14,6 +14,9 @@ use crossmesh_core::mesh::Mesh;
 use crossmesh_core::reshard::doc::{Figures, PlanDoc};
 use crossmesh_core::reshard::problem::Hosts;
 use crossmesh_core::reshard::{PlanOptions, Problem, Strategy, plan};
+use crossmesh_core::schedule::megatron::Layers;
+use crossmesh_core::schedule::torch_csv::{self, Cells};
+use crossmesh_core::schedule::{Costs, check, time};
 use crossmesh_core::units::{Bytes, Rate, Seconds, parse_bytes, parse_rate, parse_seconds};
 
 /// Beyond this many devices a case only parses and prints: the time is better spent on other cases.
@@ -51,6 +54,17 @@ pub const CLUSTER_SEEDS: &[&str] = &[
     "[[host]]\ndevices = 1\nnics = 3\nnic_out = '25Gbit'\nnic_in = '10Gbit'\n[[host]]\ndevices = 3\nnics = 2\n",
     "[[host]]\ncount = 5\ndevices = 2\n[[tier]]\nname = 'leaf'\nhosts_per_group = 2\noversubscription = 2.0\n[[tier]]\ngroups = [[0,1],[4]]\nuplink = '1Gbit'\n",
 ];
+
+pub const SCHEDULE_SEEDS: &[&str] = &[
+    "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+    "0F0,,0I0,0W0\r\n,1F0,1I0,1W0\r\n",
+    "0F0,3F0,(0F1;3B0)OVERLAP_F_B,3F1,0B0,3B1,0B1\n1F0,2F0,1F1,2B0,(2F1;1B0)OVERLAP_F_B,2B1,1B1\n",
+    "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0\n",
+    "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+];
+
+pub const LAYERS_SEEDS: &[&str] =
+    &["Et*3|(tt|)*29,m|L", "E||t|L", "Et|(t|)*30tL", "E(t|tt)*2,L", "Et*16|t*16|t*12,m,L"];
 
 pub const UNITS_SEEDS: &[&str] = &[
     "10Gbit",
@@ -132,6 +146,35 @@ pub fn cluster_toml(data: &[u8]) {
         let topology = Topology::new(&cluster);
         assert_eq!(topology.num_ranks(), cluster.num_devices());
         assert!(topology.ports.iter().all(|p| good(p.out_bytes_per_s) && good(p.in_bytes_per_s)));
+    }
+}
+
+/// A schedule in torch's CSV: what is read is written and read again to the same, and the checkers and the clock agree on it.
+pub fn schedule_csv(data: &[u8]) {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    let schedule = match torch_csv::read("fuzz", text) {
+        Ok(schedule) => schedule,
+        Err(error) => {
+            assert!(!error.to_string().is_empty());
+            return;
+        }
+    };
+    let written = torch_csv::write(&schedule, Cells::Compute).expect("what was read can be written");
+    assert_eq!(torch_csv::read("fuzz", &written).expect("what was written can be read"), schedule);
+    let checked = check(&schedule);
+    let costs = Costs::even(schedule.placement().num_stages(), 1.0, 1.0, 1.0, 0.5).expect("costs are good");
+    match (checked, time(&schedule, &costs)) {
+        (Ok(()), timed) => assert!(timed.is_ok(), "{written}"),
+        (Err(error), _) => assert!(!error.to_string().is_empty()),
+    }
+}
+
+/// Megatron's layout strings: what unrolls, unrolls again to the same.
+pub fn layers(data: &[u8]) {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    match text.parse::<Layers>() {
+        Ok(layers) => assert_eq!(layers.stages().join("|").parse::<Layers>().as_ref(), Ok(&layers)),
+        Err(error) => assert!(!error.to_string().is_empty()),
     }
 }
 

@@ -53,6 +53,16 @@ pub fn output_within(command: &mut Command, limit: Duration) -> Output {
     waiting.join().expect("waiting does not panic").expect("its output can be read")
 }
 
+/// mpirun for `ranks` processes on this machine, however few cores it has and whoever we are.
+pub fn mpirun(ranks: u32) -> Command {
+    let mut command = Command::new("mpirun");
+    command.args(["--oversubscribe", "-n", &ranks.to_string()]);
+    command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    // Containers may forbid to read another process's memory, of which OpenMPI does not know before it tries.
+    command.env("OMPI_MCA_btl_vader_single_copy_mechanism", "none");
+    command
+}
+
 /// Waits until something is so, or `limit` has passed.
 pub fn eventually(limit: Duration, mut so: impl FnMut() -> bool) -> bool {
     for _ in 0..=limit.as_millis() / LOOK.as_millis() {

@@ -138,7 +138,10 @@ pub fn scramble(plan: &Plan, seed: &mut Seed) -> Plan {
             6 => draft.remove(i),
             7 => draft.split(i, seed),
             8 if plan.problem.reshards[t.tensor as usize].src.layout.num_contributions() > 1 => {
-                t.reduce = !t.reduce;
+                match seed.one_in(3) {
+                    true => t.then_own = !t.then_own,
+                    false => t.reduce = !t.reduce,
+                }
             }
             _ => draft.transfers[i].after.reverse(),
         }
@@ -171,6 +174,7 @@ struct DraftTransfer {
     dst: Rank,
     region: Region,
     reduce: bool,
+    then_own: bool,
     after: Vec<usize>,
 }
 
@@ -182,6 +186,7 @@ impl Draft {
             dst: t.dst,
             region: plan.region(t).clone(),
             reduce: t.reduce,
+            then_own: t.then_own,
             after: plan.after(t).iter().map(|a| a.index()).collect(),
         };
         Self { transfers: plan.transfers().iter().map(draft).collect() }
@@ -254,6 +259,7 @@ impl Draft {
             let after: Vec<TransferId> = t.after.iter().map(|a| TransferId::at(*a)).collect();
             let id = plan.add(t.tensor, t.src, t.dst, region, &after);
             plan.transfer_mut(id).reduce = t.reduce;
+            plan.transfer_mut(id).then_own = t.then_own;
         }
         plan
     }

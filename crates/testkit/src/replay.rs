@@ -132,6 +132,13 @@ impl Replay<'_> {
                 }
                 sum.extend(held);
             }
+            if t.then_own {
+                let part = own.get(&e).ok_or_else(|| format!("{} has no part of {e:?}", t.dst))?;
+                if !part.is_disjoint(&sum) {
+                    return Err(format!("{} adds its own part to {e:?} a second time", t.dst));
+                }
+                sum.extend(part);
+            }
             if delivered && sum == wanted[&e] {
                 *self.arrived[t.dst.index()].entry(e.clone()).or_default() += 1;
             }
@@ -295,7 +302,7 @@ impl<'a> Run<'a> {
         }
         let (into, reduce, copy) = match last.kind {
             OpKind::Recv { into, reduce, .. } => (into, reduce, false),
-            OpKind::Copy { into, .. } => (into, false, true),
+            OpKind::Copy { into, reduce, .. } => (into, reduce, true),
             OpKind::Send { .. } | OpKind::Compute { .. } => return Err("a send without a receive".into()),
         };
         if let Buffer::Stage(slot) = into {

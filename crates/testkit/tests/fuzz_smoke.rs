@@ -47,6 +47,16 @@ fn plan_json() {
     smoke(fuzz::plan_json, &seeds);
 }
 
+#[test]
+fn schedule_csv() {
+    smoke(fuzz::schedule_csv, fuzz::SCHEDULE_SEEDS);
+}
+
+#[test]
+fn layers() {
+    smoke(fuzz::layers, fuzz::LAYERS_SEEDS);
+}
+
 /// The run would prove little if hardly anything parsed, or everything did.
 #[test]
 fn spoilt_seeds_are_good_and_bad() {

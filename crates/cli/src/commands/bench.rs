@@ -18,13 +18,15 @@ use crate::suite::{Case, Fit, Reference, Suite};
 
 mod collective;
 mod measured;
+pub mod pipeline;
 
 /// Compare strategies over a suite of cases.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh bench reshard --predict
   crossmesh bench reshard --emulate 400Mbit
-  crossmesh bench collective -n 4")]
+  crossmesh bench collective -n 4
+  crossmesh bench pipeline --predict")]
 pub struct Args {
     #[command(subcommand)]
     what: What,
@@ -34,6 +36,7 @@ pub struct Args {
 enum What {
     Reshard(ReshardArgs),
     Collective(collective::CollectiveArgs),
+    Pipeline(pipeline::PipelineArgs),
 }
 
 /// Strategies over a suite of reshards: measured, with the prediction beside it, or only predicted.
@@ -41,13 +44,14 @@ enum What {
 #[command(after_help = "Examples:
   crossmesh bench reshard --predict
   crossmesh bench reshard --emulate 400Mbit --strategies flow,sendrecv   # as root
+  crossmesh bench reshard --emulate 400Mbit,h1=200Mbit --suite uneven    # one slow host
   crossmesh bench reshard --predict --suite modern --html bench.html
   crossmesh bench reshard --predict --suite mine.toml --format json")]
 struct ReshardArgs {
     /// Simulate instead of running
     #[arg(long)]
     predict: bool,
-    /// paper, modern, or a suite file
+    /// paper, modern, uneven, or a suite file
     #[arg(long, value_name = "S", default_value = "paper")]
     suite: String,
     /// Only the cases whose name contains this
@@ -141,6 +145,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     let args = match &args.what {
         What::Reshard(args) => args,
         What::Collective(args) => return collective::run(args),
+        What::Pipeline(args) => return pipeline::run(args),
     };
     let suite = Suite::open(&args.suite)?;
     let bench = Bench::of(args)?;

@@ -130,9 +130,8 @@ fn compare(a: &PlanFile, b: &PlanFile) -> Difference {
 /// The first place where two plans with the same transfers put them, or order them, differently.
 fn first_out_of_order(a: &Plan, b: &Plan) -> Option<usize> {
     let same = |(x, y): (&Transfer, &Transfer)| {
-        (x.tensor, x.src, x.dst, x.weight, x.reduce) == (y.tensor, y.src, y.dst, y.weight, y.reduce)
-            && a.region(x) == b.region(y)
-            && a.after(x) == b.after(y)
+        let said = |t: &Transfer| (t.tensor, t.src, t.dst, t.weight, t.reduce, t.then_own);
+        said(x) == said(y) && a.region(x) == b.region(y) && a.after(x) == b.after(y)
     };
     a.transfers().iter().zip(b.transfers()).position(|pair| !same(pair))
 }

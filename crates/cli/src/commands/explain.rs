@@ -139,6 +139,9 @@ fn transfers(plan: &Plan) -> String {
         if t.reduce {
             notes.push("adds up".to_string());
         }
+        if t.then_own {
+            notes.push("then its own".to_string());
+        }
         if !after.is_empty() {
             notes.push(format!("after {}", after.join(" ")));
         }

@@ -12,10 +12,11 @@ use crossmesh_comm::environment::{
     DEFAULT_PORT, HOST_VARIABLE, LAUNCHER_VARIABLE, Place, Variables, variables,
 };
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source, remote_command};
+use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::id::Rank;
-use crossmesh_core::units::parse_rate;
 
 use crate::Answer;
+use crate::rates::NicRates;
 
 /// Others may finish a word after the first failure, and save what they have when they are asked to end.
 const GRACE: Grace = Grace { after_failure: Duration::from_millis(200), after_term: Duration::from_secs(5) };
@@ -42,7 +43,8 @@ pub struct Args {
     /// Ranks on each host, or on the first, the second and so on: `4`, `1,2,2` [default: as many as it takes]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65536))]
     per_host: Vec<u32>,
-    /// Put every host into a network namespace with a NIC of this rate; needs root
+    /// Put every host into a network namespace with a NIC of this rate (`400Mbit`; one host slower: `400Mbit,h1=200Mbit`);
+    /// needs root
     #[arg(long, value_name = "RATE", requires = "per_host")]
     emulate: Option<String>,
     /// Where ranks meet, on the first host [default: a free port here, 29500 elsewhere]
@@ -116,9 +118,10 @@ fn spread_ranks(n: u32, per_host: &[u32]) -> Vec<(usize, u32, u32)> {
 }
 
 fn emulate(rate: &str, hosts: usize) -> Result<Emulation> {
-    let rate = parse_rate(rate).context("--emulate")?;
-    let rate = NicRate { out_bytes_per_s: rate, in_bytes_per_s: rate };
-    Ok(Emulation::up(&vec![rate; hosts])?)
+    let mut cluster = Cluster::of_hosts(vec![Host::with_devices(1); hosts]);
+    NicRates::parse(rate).and_then(|rates| rates.apply(&mut cluster)).context("--emulate")?;
+    let nic = |h: &Host| NicRate { out_bytes_per_s: h.out_bytes_per_s(), in_bytes_per_s: h.in_bytes_per_s() };
+    Ok(Emulation::up(&cluster.hosts.iter().map(nic).collect::<Vec<_>>())?)
 }
 
 /// A port that nobody uses now. Somebody else may take it before rank 0 does; then rank 0 says so.

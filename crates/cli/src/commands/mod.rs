@@ -8,5 +8,6 @@ pub mod launch;
 pub mod plan;
 pub mod rank;
 pub mod run;
+pub mod schedule;
 pub mod simulate;
 pub mod verify;

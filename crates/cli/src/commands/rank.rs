@@ -29,11 +29,14 @@ use crate::task::Task;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The plan document
-    #[arg(long, value_name = "FILE", required_unless_present = "step")]
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["step", "sweep"])]
     plan: Option<PathBuf>,
     /// The document of a training step
     #[arg(long, value_name = "FILE", conflicts_with = "plan")]
     step: Option<PathBuf>,
+    /// The document of a sweep of collectives
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["plan", "step"])]
+    sweep: Option<PathBuf>,
     #[arg(long, default_value_t = 1)]
     repeat: u32,
     /// How long nothing may move
@@ -70,7 +73,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     let variables = variables();
     let place = place(&Flags::default(), &variables)?;
     let secret = Secret::from_variables(&variables)?.context("no secret was given to this rank")?;
-    let task = Task::read(args.plan.as_deref(), args.step.as_deref())?;
+    let task = Task::read(args.plan.as_deref(), args.step.as_deref(), args.sweep.as_deref())?;
     let arrive = Deadline::after(Duration::from_millis(args.arrive_ms));
     let ending = Ending::new(|abort| say(&Said::Abort(abort.clone())));
     let roster: BTreeSet<Rank> = task.ranks().into_iter().collect();

@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use crossmesh_comm::usage::ExtraMemory;
+use crossmesh_core::id::Rank;
 use crossmesh_core::reshard::Plan;
-use crossmesh_core::units::{Seconds, parse_seconds};
+use crossmesh_core::units::{Bytes, Seconds, parse_seconds};
 use crossmesh_core::verify::verify;
 use serde::Serialize;
 
@@ -59,7 +61,8 @@ pub struct Args {
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Running")]
 pub struct RunArgs {
-    /// Put every host into a network namespace with a NIC of this rate, or `cluster` for the cluster's rates; needs root
+    /// Put every host into a network namespace with a NIC of this rate (`400Mbit`; one host slower: `400Mbit,h1=200Mbit`),
+    /// or `cluster` for the cluster's rates; needs root
     #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
     pub emulate: Option<String>,
     /// How often [default: 1; a bench: 5]
@@ -112,6 +115,8 @@ struct Report {
     hosts: usize,
     /// Who started the processes, where it was not this command.
     launcher: Option<&'static str>,
+    /// And what carried their bytes.
+    transport: Option<&'static str>,
     /// The rate that NICs were shaped to; `cluster` where they differ; missing on loopback.
     emulated: Option<String>,
     bytes: u64,
@@ -125,6 +130,26 @@ struct Report {
     wrong: Vec<String>,
     peak_extra_bytes: u64,
     peak_rss_bytes: Option<u64>,
+    /// Beside the tensors, by rank.
+    memory: Vec<RankMemory>,
+}
+
+#[derive(Debug, Serialize)]
+struct RankMemory {
+    rank: Rank,
+    #[serde(flatten)]
+    extra: ExtraMemory,
+}
+
+impl RankMemory {
+    fn of((rank, extra): (Rank, ExtraMemory)) -> Self {
+        Self { rank, extra }
+    }
+
+    /// What was not proven.
+    fn beyond(&self) -> i64 {
+        self.extra.extra_bytes_measured as i64 - self.extra.extra_bytes_proven as i64
+    }
 }
 
 pub fn run(mut args: Args) -> Result<Answer> {
@@ -182,9 +207,9 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
     let ranks = problem.meshes_of_ranks();
     let mut hosts: Vec<_> = ranks.keys().map(|rank| problem.topology.host(*rank)).collect();
     hosts.dedup();
-    let (hosts, launcher) = match measured.started {
-        Started::ByUs => (hosts.len(), None),
-        Started::ByOthers { launcher, hosts } => (hosts, Some(launcher)),
+    let (hosts, launcher, transport) = match measured.started {
+        Started::ByUs => (hosts.len(), None, None),
+        Started::ByOthers { launcher, hosts, transport } => (hosts, Some(launcher), Some(transport)),
     };
     let median_s = measured.median_s();
     let finite = |ratio: f64| Some(ratio).filter(|r| r.is_finite());
@@ -194,6 +219,7 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
         ranks: ranks.len(),
         hosts,
         launcher,
+        transport,
         emulated: args.run.emulate.clone(),
         bytes: problem.reshards.iter().map(|r| r.src.layout.bytes()).sum(),
         median_s,
@@ -204,6 +230,11 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
         verified: measured.verified(),
         peak_extra_bytes: prediction.peak_extra_bytes(),
         peak_rss_bytes: measured.peak_rss_bytes,
+        memory: {
+            let mut memory: Vec<RankMemory> = measured.memory.into_iter().map(RankMemory::of).collect();
+            memory.sort_by_key(|m| m.rank);
+            memory
+        },
         measured_s: measured.seconds,
         wrong: measured.wrong,
     }
@@ -213,8 +244,8 @@ fn render(prediction: &Prediction, report: &Report) -> String {
     let mut text = format!("run {}\n", summary::headline(&prediction.plan));
     let place = format!("{} on {}", count(report.ranks, "process"), count(report.hosts, "host"));
     let place = place.replace("processs", "processes");
-    let nics = match (report.launcher, report.emulated.as_deref()) {
-        (Some(launcher), _) => format!("started by {launcher}"),
+    let nics = match (report.launcher.zip(report.transport), report.emulated.as_deref()) {
+        (Some((launcher, transport)), _) => format!("started by {launcher}, over {transport}"),
         (None, None) => "over loopback".to_string(),
         (None, Some(CLUSTER_RATES)) => "emulated with the cluster's NICs".to_string(),
         (None, Some(rate)) => format!("emulated with NICs of {rate}"),
@@ -224,6 +255,17 @@ fn render(prediction: &Prediction, report: &Report) -> String {
     let _ = writeln!(text, "measured     {}", runs.join(", "));
     let _ = writeln!(text, "lower bound  {}", Seconds(report.lower_bound_s));
     let _ = writeln!(text, "predicted    {}", Seconds(report.predicted_s));
+    if let Some(worst) = report.memory.iter().max_by_key(|m| (m.beyond(), std::cmp::Reverse(m.rank))) {
+        let ExtraMemory { extra_bytes_measured, extra_bytes_proven, socket_bytes } = worst.extra;
+        let _ = writeln!(
+            text,
+            "extra memory {} on {}, {} of it proven; its sockets may hold {} more",
+            Bytes(extra_bytes_measured),
+            worst.rank,
+            Bytes(extra_bytes_proven),
+            Bytes(socket_bytes),
+        );
+    }
     for wrong in &report.wrong {
         let _ = writeln!(text, "wrong        {wrong}");
     }

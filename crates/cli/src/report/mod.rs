@@ -5,8 +5,11 @@
 use std::fmt::Write as _;
 
 pub mod bench;
+pub mod gantt;
 pub mod matrix;
+pub mod pipeline;
 pub mod plan;
+pub mod schedule;
 pub mod timeline;
 
 const STYLE: &str = include_str!("style.css");

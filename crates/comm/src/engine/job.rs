@@ -62,7 +62,9 @@ impl JobSpec {
     fn checked(self, me: Rank) -> Result<Self, CommError> {
         for (i, op) in (0..).zip(&self.program.ops) {
             let sums_up = || self.tensors[op.tensor as usize].combine.is_some();
-            if matches!(op.kind, OpKind::Recv { reduce: true, .. }) && !sums_up() {
+            let adds =
+                matches!(op.kind, OpKind::Recv { reduce: true, .. } | OpKind::Copy { reduce: true, .. });
+            if adds && !sums_up() {
                 return Err(CommError::BadProgram { me, op: i, why: "its tensor cannot be added up" });
             }
             if self.program.deps(op).iter().any(|d| d.op as usize >= self.program.ops.len()) {

@@ -8,10 +8,12 @@
 //!        +--> what arrived, what was sent -> ops end -> ops become ready
 //! ```
 //!
-//! Nothing is polled in vain: the loop sleeps until a link has news, or a heartbeat or deadline is due.
+//! Nothing is polled in vain: the loop sleeps until a link has news, or a heartbeat or deadline is due. Only links that
+//! nothing wakes are asked again and again, the less often the longer they are silent.
 //! A message starts when its receiver has said that there is a place for it; receivers say so as early as they can,
 //! for all receives at once, so that nobody pays a round trip per message.
 
+mod asking;
 mod job;
 mod sends;
 #[cfg(test)]
@@ -119,6 +121,7 @@ pub struct Engine {
     passes: VecDeque<(u32, u32)>,
     computing: bool,
     events: Vec<Event>,
+    asking: asking::Asking,
     watch: watch::Watch,
     failed: Option<CommError>,
     last_flight: Option<FlightRecord>,
@@ -134,10 +137,13 @@ impl Engine {
         let system = |what| move |e: Errno| CommError::System { me, what, cause: e.to_string() };
         let poller = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("create a poller"))?;
         let now = clock.now_ns();
+        let asking = asking::Asking::new(links.iter().any(|(_, link)| link.fd().is_none()));
         let mut peers = vec![];
         for (i, (rank, link)) in links.into_iter().enumerate() {
             let data = epoll::EventData::new_u64(i as u64);
-            epoll::add(&poller, link.fd(), data, epoll::EventFlags::IN).map_err(system("watch a link"))?;
+            if let Some(fd) = link.fd() {
+                epoll::add(&poller, fd, data, epoll::EventFlags::IN).map_err(system("watch a link"))?;
+            }
             peers.push(Peer {
                 rank,
                 link,
@@ -168,6 +174,7 @@ impl Engine {
             passes: VecDeque::new(),
             computing: false,
             events: vec![],
+            asking,
             watch: watch::Watch::new(now),
             failed: None,
             last_flight: None,
@@ -231,6 +238,11 @@ impl Engine {
         Ok(self.jobs.remove(&handle.0).map(|job| report(&job)).unwrap_or_default())
     }
 
+    /// The most that the kernel may hold for us in connections.
+    pub fn kernel_bytes(&self) -> u64 {
+        self.peers.iter().map(|p| p.link.kernel_bytes()).sum()
+    }
+
     /// What this rank was doing when it failed.
     pub fn flight_record(&self) -> Option<&FlightRecord> {
         self.last_flight.as_ref()
@@ -249,7 +261,8 @@ impl Engine {
         self.copy_some();
         self.announce();
         self.pump_sends()?;
-        let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty();
+        let can_compute = !self.computing && !self.passes.is_empty();
+        let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty() || can_compute;
         let ended =
             self.jobs.values().any(|j| j.left == 0) && !self.peers.iter().any(|p| p.link.wants_write());
         self.poll(may_wait && !busy && !ended)?;
@@ -259,6 +272,7 @@ impl Engine {
     /// Waits for news, at most until a heartbeat is due, and takes it in.
     fn poll(&mut self, may_wait: bool) -> Result<(), CommError> {
         let wait_ns = if may_wait { self.watch.until_next(self.clock.now_ns()) } else { 0 };
+        let wait_ns = self.asking.pause_ns().map_or(wait_ns, |pause| wait_ns.min(pause));
         let timeout =
             Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
         let mut buffer = [NO_EVENT; 64];
@@ -269,7 +283,8 @@ impl Engine {
                 return Err(CommError::System { me: self.me, what: "wait", cause: e.to_string() });
             }
         };
-        turn.extend((0..self.peers.len()).filter(|&i| self.peers[i].link.has_work()));
+        let asks = |p: &Peer| p.link.has_work() || (p.link.fd().is_none() && !p.lost);
+        turn.extend((0..self.peers.len()).filter(|&i| asks(&self.peers[i])));
         turn.sort_unstable();
         turn.dedup();
         for peer in turn.into_iter().filter(|turn| *turn as u64 != DEVICE) {
@@ -285,9 +300,17 @@ impl Engine {
         let mut events = std::mem::take(&mut self.events);
         let before = self.peers[peer].link.heard();
         let result = self.peers[peer].link.progress(&mut events);
+        if !events.is_empty() {
+            self.asking.heard();
+        }
         let p = &mut self.peers[peer];
-        // That our own bytes go out says nothing about the peer: its system takes them while it is stopped.
-        if before.is_none() || p.link.heard() != before {
+        // That our own bytes go out says nothing about the peer: its system takes them while it is stopped. Where the link
+        // cannot tell, one with a descriptor was called because there was something.
+        let is_heard = match before {
+            Some(_) => p.link.heard() != before,
+            None => p.link.fd().is_some() || asking::is_sign_of_life(&events),
+        };
+        if is_heard {
             p.heard_ns = self.clock.now_ns();
         }
         let taken = self.take_events(peer, &mut events);
@@ -459,12 +482,15 @@ impl Engine {
                 continue;
             };
             let bytes = job.op(op).bytes;
-            let part = self.copied..(self.copied + budget).min(bytes);
+            // Never half an element.
+            let part = self.copied..(self.copied + budget).next_multiple_of(64).min(bytes);
             let places = &job.spec.places[op as usize];
             if let (Some(from), Some(into)) = (&places.from, &places.into) {
-                into.copy_from(from, part.clone(), None);
+                let adds = matches!(job.op(op).kind, OpKind::Copy { reduce: true, .. });
+                let combine = job.spec.tensors[job.op(op).tensor as usize].combine.filter(|_| adds);
+                into.copy_from(from, part.clone(), combine);
             }
-            budget -= part.end - part.start;
+            budget = budget.saturating_sub(part.end - part.start);
             self.copied = part.end;
             if note_progress(job, op, part.end, now) {
                 job.ops[op as usize].ended_ns = self.clock.now_ns();
@@ -511,11 +537,12 @@ impl Engine {
         if wants == p.watches_write {
             return Ok(());
         }
+        let Some(fd) = p.link.fd() else { return Ok(()) };
         p.watches_write = wants;
         let flags =
             if wants { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
         let data = epoll::EventData::new_u64(peer as u64);
-        let modified = epoll::modify(&self.poller, p.link.fd(), data, flags);
+        let modified = epoll::modify(&self.poller, fd, data, flags);
         modified.map_err(|e| CommError::System { me: self.me, what: "watch a link", cause: e.to_string() })
     }
 
@@ -551,7 +578,9 @@ impl Engine {
             let _gone = p.link.flush(&mut vec![]);
             p.link.shutdown();
         }
-        let unwatched = epoll::delete(&self.poller, p.link.fd());
-        debug_assert!(unwatched.is_ok());
+        if let Some(fd) = p.link.fd() {
+            let unwatched = epoll::delete(&self.poller, fd);
+            debug_assert!(unwatched.is_ok());
+        }
     }
 }

@@ -25,8 +25,8 @@ struct Recorder {
 }
 
 impl Link for Recorder {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.fd.as_fd())
     }
     fn wants_write(&self) -> bool {
         false

@@ -34,6 +34,8 @@ const AWAY_NS: u64 = 500_000_000;
 /// A peer that has said nothing for so long is silent.
 const SILENT_NS: u64 = 3 * BEAT_NS;
 const LINGER_STEP_NS: u64 = 20_000_000;
+/// The same where nothing wakes us.
+const LINGER_ASK_NS: u64 = 200_000;
 const MS: u64 = 1_000_000;
 /// How much longer a peer may keep us waiting that is alive and at work.
 const BUSY_PATIENCE: u64 = 10;
@@ -216,6 +218,7 @@ impl Engine {
         let (op, tensor, bytes) = self.outstanding(rank);
         let error = match error {
             LinkError::Wire(cause) => {
+                let cause = Box::new(cause);
                 return Err(CommError::Protocol { me, peer: rank, host, op, tensor, bytes, cause });
             }
             LinkError::Io(error) if is_broken_here(&error, self.peers[peer].link.fd()) => {
@@ -268,7 +271,8 @@ impl Engine {
             if !open || now >= end {
                 return;
             }
-            let wait = Timespec { tv_sec: 0, tv_nsec: (end - now).min(LINGER_STEP_NS) as i64 };
+            let step = if self.asking.is_needed() { LINGER_ASK_NS } else { LINGER_STEP_NS };
+            let wait = Timespec { tv_sec: 0, tv_nsec: (end - now).min(step) as i64 };
             let _any = epoll::wait(&self.poller, &mut [NO_EVENT; 64], Some(&wait));
         }
     }
@@ -333,7 +337,8 @@ impl Engine {
 }
 
 /// Whether a connection that takes no more bytes was closed on this side: the peer still has its end open.
-fn is_broken_here(error: &std::io::Error, fd: BorrowedFd<'_>) -> bool {
+fn is_broken_here(error: &std::io::Error, fd: Option<BorrowedFd<'_>>) -> bool {
+    let Some(fd) = fd else { return false };
     let ends = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
     let mut state = [PollFd::from_borrowed_fd(fd, ends)];
     let looked = poll(&mut state, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));

@@ -22,6 +22,31 @@ const MADE_PORTS: u64 = 9_000;
 /// Set where torchrun's agent keeps a store of its own at `MASTER_PORT`.
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 
+/// Says what carries the bytes, whatever launcher there is: `mpi` or `sockets`.
+pub const TRANSPORT_VARIABLE: &str = "CROSSMESH_TRANSPORT";
+
+/// What brings the ranks together and carries their bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    Sockets,
+    Mpi,
+}
+
+/// MPI where it was built in and a launcher of MPI programs started us; else sockets.
+pub fn transport(variables: &Variables, has_mpi: bool) -> Result<Transport, EnvironmentError> {
+    match variables.get(TRANSPORT_VARIABLE).map(|text| text.trim()) {
+        Some("sockets") => Ok(Transport::Sockets),
+        Some("mpi") if has_mpi => Ok(Transport::Mpi),
+        Some("mpi") => Err(EnvironmentError::NoMpi),
+        Some(other) => Err(bad(TRANSPORT_VARIABLE, other, "`mpi` or `sockets`")),
+        None => {
+            let by_mpi = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"];
+            let ours = !variables.contains_key("RANK") && by_mpi.iter().any(|v| variables.contains_key(*v));
+            Ok(if ours && has_mpi { Transport::Mpi } else { Transport::Sockets })
+        }
+    }
+}
+
 /// What every rank of a job knows of it, and other jobs do not share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobName {
@@ -160,6 +185,21 @@ mod tests {
     fn a_step_of_slurm_meets_on_its_own_first_node() {
         let pairs = [("SLURM_JOB_NODELIST", "n[1-4]"), ("SLURM_STEP_NODELIST", "n[3-4]")];
         assert_eq!(meet("Slurm", false, &pairs).0, "n3");
+    }
+
+    #[test]
+    fn mpi_carries_the_bytes_where_it_started_us() {
+        let chosen = |pairs: &[(&str, &str)], has_mpi| transport(&vars(pairs), has_mpi);
+        let ompi = ("OMPI_COMM_WORLD_RANK", "0");
+        assert_eq!(chosen(&[ompi], true), Ok(Transport::Mpi));
+        assert_eq!(chosen(&[ompi], false), Ok(Transport::Sockets));
+        assert_eq!(chosen(&[ompi, ("RANK", "0")], true), Ok(Transport::Sockets));
+        assert_eq!(chosen(&[("SLURM_PROCID", "0")], true), Ok(Transport::Sockets));
+        assert_eq!(chosen(&[("SLURM_PROCID", "0"), ("PMIX_RANK", "0")], true), Ok(Transport::Mpi));
+        assert_eq!(chosen(&[ompi, (TRANSPORT_VARIABLE, "sockets")], true), Ok(Transport::Sockets));
+        assert_eq!(chosen(&[ompi, (TRANSPORT_VARIABLE, "mpi")], false), Err(EnvironmentError::NoMpi));
+        let why = chosen(&[(TRANSPORT_VARIABLE, "pigeons")], true).unwrap_err().to_string();
+        assert_eq!(why, "CROSSMESH_TRANSPORT=pigeons is not `mpi` or `sockets`");
     }
 
     #[test]

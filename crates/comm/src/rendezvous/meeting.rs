@@ -12,8 +12,9 @@ use crate::buffer::Sharing;
 use crate::clock::ClockOffset;
 use crate::deadline::{Deadline, Socket};
 use crate::environment::Place;
-use crate::transport::Link;
 use crate::transport::stream::StreamLink;
+use crate::transport::tcp::{Shares, set_window};
+use crate::transport::{Link, LinkError};
 
 /// A connection to each of some ranks.
 pub type Links = Vec<(Rank, Box<dyn Link>)>;
@@ -26,8 +27,14 @@ pub trait Meeting: Send {
     /// Whether ranks of a host read each other's memory.
     fn sharing(&self) -> Sharing;
 
+    /// What carries the bytes, for messages.
+    fn transport(&self) -> &'static str;
+
     /// Links to these ranks. Each of them has to ask for one to us.
     fn connect(&mut self, peers: &BTreeSet<Rank>, deadline: Deadline) -> Result<Links, RendezvousError>;
+
+    /// Says how much of the NICs each connection made from now on will have to itself. Who has no use for it forgets it.
+    fn expect_shares(&mut self, _shares: Shares) {}
 
     /// Waits until every rank has come this far.
     fn barrier(&mut self, deadline: Deadline) -> Result<(), RendezvousError>;
@@ -58,6 +65,7 @@ pub struct OverSockets {
     doors: Doors,
     secret: Secret,
     hosts: Vec<String>,
+    shares: Shares,
     log: Log,
     /// Beside the first rank. Declared last: it waits for the others.
     lobby: Option<Lobby>,
@@ -87,13 +95,19 @@ impl OverSockets {
         let (member, doors) = Member::join(&ticket, on_abort)?;
         let host = |r| member.table.get(&Rank(r)).map_or("?".into(), |entry| entry.host.clone());
         let hosts = (0..place.world).map(host).collect();
-        Ok(Self { place, member, doors, secret, hosts, log, lobby })
+        Ok(Self { place, member, doors, secret, hosts, shares: Shares::default(), log, lobby })
     }
 
     fn link(&self, peer: Rank, socket: Socket) -> Result<Box<dyn Link>, RendezvousError> {
         let me = self.place.rank;
         let link = match socket {
-            Socket::Tcp(stream) => StreamLink::tcp(me, peer, stream),
+            Socket::Tcp(stream) => {
+                let share = self.shares.bytes_per_s(peer, me);
+                share
+                    .map_or(Ok(()), |share| set_window(&stream, share))
+                    .map_err(LinkError::Io)
+                    .and_then(|()| StreamLink::tcp(me, peer, stream))
+            }
             Socket::Unix(stream) => StreamLink::local(me, peer, stream),
         };
         Ok(Box::new(link.map_err(|cause| RendezvousError::BadLink { me, peer, cause })?))
@@ -109,10 +123,18 @@ impl Meeting for OverSockets {
         Sharing::Host
     }
 
+    fn transport(&self) -> &'static str {
+        "sockets and shared memory"
+    }
+
     fn connect(&mut self, peers: &BTreeSet<Rank>, deadline: Deadline) -> Result<Links, RendezvousError> {
         let Self { member, doors, secret, log, .. } = self;
         let sockets = connect(&member.me, &member.table, peers, doors, secret, deadline, log)?;
         sockets.into_iter().map(|(peer, socket)| Ok((peer, self.link(peer, socket)?))).collect()
+    }
+
+    fn expect_shares(&mut self, shares: Shares) {
+        self.shares = shares;
     }
 
     fn barrier(&mut self, deadline: Deadline) -> Result<(), RendezvousError> {

@@ -189,19 +189,23 @@ impl Inbox {
 
 /// A part has to be the next one of a message that was announced.
 fn check_data(header: &Header, arrivals: &Arrivals) -> Result<(), WireError> {
-    let unexpected = |why| WireError::Unexpected { kind: header.kind, job: header.job, tag: header.tag, why };
     let message = Message { job: header.job, tag: header.tag };
-    let arriving = arrivals.get(&message).ok_or_else(|| unexpected("nobody waits for it"))?;
+    let arriving = arrivals.get(&message).ok_or_else(|| header.unexpected("nobody waits for it"))?;
     if header.offset != arriving.arrived || arriving.promised != arriving.arrived {
-        return Err(unexpected("it is not the next part"));
+        return Err(header.unexpected("it is not the next part"));
     }
+    check_extent(header, arriving)
+}
+
+/// A part has to lie within its message, and hold whole elements where they are combined.
+pub fn check_extent(header: &Header, arriving: &Arriving) -> Result<(), WireError> {
     let end = header.offset.checked_add(u64::from(header.len));
     if end.is_none_or(|end| end > arriving.expected.bytes) {
-        return Err(unexpected("it is longer than the message"));
+        return Err(header.unexpected("it is longer than the message"));
     }
     let element = arriving.expected.combine.map_or(1, |c| c.element_bytes() as u32);
     if !header.len.is_multiple_of(element) {
-        return Err(unexpected("it ends inside an element"));
+        return Err(header.unexpected("it ends inside an element"));
     }
     Ok(())
 }

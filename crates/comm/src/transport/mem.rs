@@ -113,8 +113,8 @@ impl Drop for MemLink {
 }
 
 impl Link for MemLink {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.mine.signal.as_fd()
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.mine.signal.as_fd())
     }
 
     fn wants_write(&self) -> bool {

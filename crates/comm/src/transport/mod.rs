@@ -12,6 +12,7 @@
 //!
 //! A part that was not announced is an error, so no link needs memory for messages that nobody waits for.
 //! [`mem`] joins threads, [`stream`] sockets: TCP between hosts, and inside a host Unix sockets beside shared memory.
+//! With the feature `mpi`, `mpi` joins the ranks that mpirun or srun started.
 
 use std::io;
 use std::ops::Range;
@@ -25,9 +26,13 @@ use crate::wire::WireError;
 
 mod inbox;
 pub mod mem;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub(crate) mod outbox;
 mod shm;
 pub mod stream;
+pub mod tcp;
+mod words;
 
 /// A message: the program it belongs to, and its tag there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -90,8 +95,9 @@ impl From<rustix::io::Errno> for LinkError {
 
 /// A connection to one peer. No call waits.
 pub trait Link: Send {
-    /// Readable when `progress` may find something; writable, if `wants_write`, when it can write on.
-    fn fd(&self) -> BorrowedFd<'_>;
+    /// Readable when `progress` may find something; writable, if `wants_write`, when it can write on. None where nothing
+    /// wakes us: then `progress` has to be called again and again.
+    fn fd(&self) -> Option<BorrowedFd<'_>>;
     fn wants_write(&self) -> bool;
     /// How much has come from the peer so far, in whatever unit: while it grows, the peer lives. None if the link cannot
     /// tell; then whatever wakes it counts.
@@ -121,4 +127,9 @@ pub trait Link: Send {
     fn flush(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError>;
     /// Says to the peer that nothing more comes; reading goes on.
     fn shutdown(&mut self);
+
+    /// The most that the kernel may hold for this link, beside memory of ours.
+    fn kernel_bytes(&self) -> u64 {
+        0
+    }
 }

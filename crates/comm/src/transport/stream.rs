@@ -14,9 +14,9 @@ use rustix::net::{Shutdown, shutdown, sockopt};
 use super::inbox::{Arrivals, Arriving, Inbox, Received};
 use super::outbox::Outbox;
 use super::shm::Shm;
-use super::{Control, Event, Expected, Link, LinkError, Message};
+use super::{Control, Event, Expected, Link, LinkError, Message, tcp, words};
 use crate::memory::Place;
-use crate::wire::{Header, Kind, MAX_PAYLOAD, NOBODY, WireError};
+use crate::wire::{Header, Kind, MAX_PAYLOAD};
 
 /// What the kernel holds of ours: a few milliseconds of a fast NIC, little enough that who is next stays our decision.
 const SEND_BUFFER_BYTES: usize = 256 << 10;
@@ -27,8 +27,6 @@ const MAX_PART_BYTES: u64 = 256 << 10;
 const MIN_PART_BYTES: u64 = 16 << 10;
 /// Parts in shared memory cost two small frames each, so they are larger.
 const MAX_OFFER_BYTES: u64 = 1 << 20;
-const MAX_TAGS_PER_FRAME: usize = 4096;
-const MAX_REASON_BYTES: usize = 4096;
 
 pub struct StreamLink {
     socket: OwnedFd,
@@ -45,7 +43,7 @@ pub struct StreamLink {
 
 impl StreamLink {
     pub fn tcp(me: Rank, peer: Rank, stream: TcpStream) -> Result<Self, LinkError> {
-        stream.set_nodelay(true)?;
+        tcp::tune(&stream)?;
         sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER_BYTES)?;
         Self::new(me, peer, stream.into(), None)
     }
@@ -90,8 +88,7 @@ impl StreamLink {
         payload: &[u8],
         events: &mut Vec<Event>,
     ) -> Result<(), LinkError> {
-        let unexpected =
-            |why| WireError::Unexpected { kind: header.kind, job: header.job, tag: header.tag, why };
+        let unexpected = |why| header.unexpected(why);
         if header.kind != Kind::Hello && !self.greeted {
             return Err(unexpected("it comes before the greeting").into());
         }
@@ -100,20 +97,9 @@ impl StreamLink {
                 return Err(unexpected("another rank was to be here").into());
             }
             (Kind::Hello, _) => self.greeted = true,
-            (Kind::Ready, _) => {
-                let (tags, odd) = payload.as_chunks::<4>();
-                if !odd.is_empty() {
-                    return Err(unexpected("tags are 4 B each").into());
-                }
-                let tags = tags.iter().map(|t| u32::from_le_bytes(*t)).collect();
-                events.push(Event::Ready { job: header.job, tags });
+            (Kind::Ready | Kind::Beat | Kind::Abort | Kind::Bye, _) => {
+                events.extend(words::event_of(header, payload, self.peer)?);
             }
-            (Kind::Beat, _) => events.push(Event::Beat { waits_for: rank(header.tag) }),
-            (Kind::Abort, _) => {
-                let reason = String::from_utf8_lossy(&payload[..payload.len().min(MAX_REASON_BYTES)]).into();
-                events.push(Event::Abort { culprit: rank(header.tag).unwrap_or(self.peer), reason });
-            }
-            (Kind::Bye, _) => events.push(Event::Bye),
             (Kind::Segment, Some(shm)) => shm.on_segment(header, self.inbox.descriptors.pop_front())?,
             (Kind::Offer, Some(shm)) => shm.on_offer(header, payload, &mut self.arrivals)?,
             (Kind::Taken, Some(shm)) => events.push(shm.on_taken(header)?),
@@ -124,13 +110,9 @@ impl StreamLink {
     }
 }
 
-fn rank(word: u32) -> Option<Rank> {
-    (word != NOBODY).then_some(Rank(word))
-}
-
 impl Link for StreamLink {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.socket.as_fd())
     }
 
     fn wants_write(&self) -> bool {
@@ -150,9 +132,8 @@ impl Link for StreamLink {
     }
 
     fn announce(&mut self, job: u32, tags: &[u32]) {
-        for tags in tags.chunks(MAX_TAGS_PER_FRAME) {
-            let payload: Vec<u8> = tags.iter().flat_map(|t| t.to_le_bytes()).collect();
-            self.outbox.push_control(Header::of(Kind::Ready, job, 0, 0, &payload), payload, None);
+        for (header, payload) in words::ready_frames(job, tags) {
+            self.outbox.push_control(header, payload, None);
         }
     }
 
@@ -176,18 +157,9 @@ impl Link for StreamLink {
     }
 
     fn control(&mut self, control: Control) {
-        match control {
-            Control::Beat { waits_for } => {
-                let header = Header::bare(Kind::Beat, 0, waits_for.map_or(NOBODY, |r| r.0));
-                self.outbox.push_control(header, vec![], None);
-            }
-            Control::Abort { culprit, reason } => {
-                let mut payload = reason.into_bytes();
-                payload.truncate(MAX_REASON_BYTES);
-                let header = Header::of(Kind::Abort, 0, culprit.0, 0, &payload);
-                self.outbox.push_control(header, payload, None);
-            }
-            Control::Bye => self.outbox.push_last(Header::bare(Kind::Bye, 0, 0)),
+        match words::control_frame(control) {
+            (header, _) if header.kind == Kind::Bye => self.outbox.push_last(header),
+            (header, payload) => self.outbox.push_control(header, payload, None),
         }
     }
 
@@ -220,5 +192,11 @@ impl Link for StreamLink {
     fn shutdown(&mut self) {
         // A connection that is gone already needs no shutting down.
         let _gone = shutdown(&self.socket, Shutdown::Write);
+    }
+
+    fn kernel_bytes(&self) -> u64 {
+        let sizes =
+            [sockopt::socket_send_buffer_size(&self.socket), sockopt::socket_recv_buffer_size(&self.socket)];
+        sizes.into_iter().flatten().sum::<usize>() as u64
     }
 }

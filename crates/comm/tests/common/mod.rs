@@ -1,5 +1,10 @@
-//! Ranks as threads, joined by links of one kind.
+//! Ranks as threads, joined by links of one kind; over MPI, as processes.
 #![allow(dead_code)]
+
+#[cfg(feature = "mpi")]
+pub mod over_mpi;
+pub mod side_by_side;
+pub mod suite;
 
 use std::collections::BTreeMap;
 use std::net::{TcpListener, TcpStream};
@@ -20,6 +25,9 @@ pub enum Kind {
     Mem,
     Tcp,
     Shm,
+    /// Ranks are processes, which mpirun has started.
+    #[cfg(feature = "mpi")]
+    Mpi,
 }
 
 pub const KINDS: [Kind; 3] = [Kind::Mem, Kind::Tcp, Kind::Shm];
@@ -46,6 +54,8 @@ pub fn link_pair(kind: Kind, a: Rank, b: Rank) -> (Box<dyn Link>, Box<dyn Link>)
             let (x, y) = UnixStream::pair().unwrap();
             (Box::new(StreamLink::local(a, b, x).unwrap()), Box::new(StreamLink::local(b, a, y).unwrap()))
         }
+        #[cfg(feature = "mpi")]
+        Kind::Mpi => unreachable!("the other end is in another process"),
     }
 }
 
@@ -70,6 +80,7 @@ pub fn options(kind: Kind) -> ExecuteOptions {
         sharing: if kind == Kind::Shm { Sharing::Host } else { Sharing::Private },
         repeat: 1,
         check: true,
+        measure_memory: false,
     }
 }
 
@@ -78,6 +89,10 @@ pub fn run_all(
     kind: Kind,
     options: &ExecuteOptions,
 ) -> BTreeMap<Rank, Result<RankReport, Failure>> {
+    #[cfg(feature = "mpi")]
+    if kind == Kind::Mpi {
+        return over_mpi::run_all(plan, options);
+    }
     let links = links_of(plan, kind);
     let gate = Barrier::new(links.len());
     std::thread::scope(|scope| {

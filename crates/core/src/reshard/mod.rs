@@ -28,6 +28,7 @@ mod testing;
 mod unit;
 
 pub use bound::{Bound, lower_bound};
+pub(crate) use flow::fitting_chunk;
 pub use lower::lower;
 pub use plan::{Plan, Transfer};
 pub use problem::{Placed, PlanError, Problem, Reshard};

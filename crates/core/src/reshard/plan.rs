@@ -12,6 +12,15 @@
 //! arrives in one box does so in list order, adding to it with `reduce` and replacing it without. A sum is sent by a
 //! transfer that names, in `after`, everything that was added; a transfer that names none of it sends the rank's own
 //! part alone. What arrives later waits, by `after`, for those who send what was there before.
+//!
+//! A sum is thus added up in an order that the plan fixes, never in one that depends on timing. The receiver's own part
+//! comes first, unless the first to arrive replaces it; then it joins behind the transfer that says `then_own`:
+//!
+//! ```text
+//! r0 -> r2   b               r2: x0
+//! r1 -> r2   b, reduce, then_own     x0 + x1, then + x2
+//! r3 -> r2   b, reduce               x0 + x1 + x2 + x3
+//! ```
 
 use crate::id::{Rank, RegionId, TransferId};
 use crate::region::Region;
@@ -35,6 +44,8 @@ pub struct Transfer {
     /// Its share of a contended link, against the weights of the others.
     pub weight: u64,
     pub reduce: bool,
+    /// Once it has arrived, the receiver adds its own part of the sum.
+    pub then_own: bool,
     after_start: u32,
     after_len: u32,
 }
@@ -59,7 +70,7 @@ pub struct Plan {
 impl PartialEq for Plan {
     fn eq(&self, other: &Self) -> bool {
         let said = |p: &Self, t: &Transfer| {
-            (t.tensor, t.src, t.dst, t.lane, t.bytes, t.weight, t.reduce, p.after(t).to_vec())
+            (t.tensor, t.src, t.dst, t.lane, t.bytes, t.weight, t.reduce, t.then_own, p.after(t).to_vec())
         };
         let same = |(a, b): (&Transfer, &Transfer)| {
             said(self, a) == said(other, b) && self.region(a) == other.region(b)
@@ -129,6 +140,7 @@ impl Plan {
             bytes,
             weight: bytes.max(1),
             reduce: false,
+            then_own: false,
             after_start,
             after_len: after.len() as u32,
         });

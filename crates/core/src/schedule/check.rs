@@ -41,7 +41,7 @@ pub enum CheckError {
     Deadlock { cycle: Vec<Wait> },
     #[error("{from} sends {what} of {first} before that of {second}, but {to} uses them the other way round")]
     Overtaking { from: DeviceId, to: DeviceId, what: &'static str, first: MicrobatchId, second: MicrobatchId },
-    #[error("{device} holds {} of activations at {pass}, more than its cap of {}", Amount(*peak, unit), Amount(*cap, unit))]
+    #[error("{device} holds {} at {pass}, more than its cap of {}", Amount(*peak, unit), Amount(*cap, unit))]
     OverMemory { device: DeviceId, pass: Pass, peak: f64, cap: f64, unit: Unit },
     #[error("there are {given} memory caps for {devices} devices")]
     CapsDiffer { given: usize, devices: usize },
@@ -79,8 +79,9 @@ struct Amount<'a>(f64, &'a Unit);
 impl std::fmt::Display for Amount<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.1 {
-            Unit::Activations => write!(f, "{}", self.0),
-            Unit::Bytes => write!(f, "{} B", self.0),
+            Unit::Activations if self.0 == 1.0 => write!(f, "1 activation"),
+            Unit::Activations => write!(f, "{} activations", self.0),
+            Unit::Bytes => write!(f, "{} B of activations", self.0),
         }
     }
 }
@@ -190,7 +191,7 @@ pub fn channels(schedule: &Schedule) -> Result<(), CheckError> {
                 Via::Gradient(_) => "the gradient",
                 Via::Own | Via::Vocabulary => return,
             };
-            let before = last.insert(need.via, (sent, pass.microbatch));
+            let before = last.insert(need.via, (sent, need.pass.microbatch));
             if let Some((_, second)) = before.filter(|(node, _)| *node > sent) {
                 let (from, to) = (need.pass.stage, pass.stage);
                 let device = |stage| schedule.placement().device(stage);
@@ -198,7 +199,7 @@ pub fn channels(schedule: &Schedule) -> Result<(), CheckError> {
                     from: device(from),
                     to: device(to),
                     what,
-                    first: pass.microbatch,
+                    first: need.pass.microbatch,
                     second,
                 });
             }

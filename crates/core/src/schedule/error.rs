@@ -50,4 +50,8 @@ pub enum ScheduleError {
 
     #[error("the cost of {what} is {value}\nhint: costs are times: finite, and not negative")]
     BadCost { what: String, value: f64 },
+    #[error("{first} and {second} cannot start together: the second does not follow the first on its device")]
+    PairApart { first: Pass, second: Pass },
+    #[error("{device} has no pass")]
+    IdleDevice { device: DeviceId },
 }

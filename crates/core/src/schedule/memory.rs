@@ -27,6 +27,13 @@ impl Footprint {
         Self { activations: vec![1.0; placement.num_stages()], kept: KEPT_FOR_W, unit: Unit::Activations }
     }
 
+    /// Each weighs its share of what the layers of its device leave behind, so that placements compare.
+    pub fn shares(placement: &Placement) -> Self {
+        let chunks = |stage| placement.stages_on(placement.device(stage)).len() as f64;
+        let activations = placement.stages().map(|stage| 1.0 / chunks(stage)).collect();
+        Self { activations, kept: KEPT_FOR_W, unit: Unit::Activations }
+    }
+
     /// Bytes of every stage's activation.
     pub fn bytes(activations: Vec<u64>) -> Self {
         let activations = activations.into_iter().map(|bytes| bytes as f64).collect();

@@ -12,6 +12,8 @@
 pub mod check;
 mod costs;
 mod error;
+pub mod generate;
+pub mod megatron;
 pub mod memory;
 mod needs;
 mod order_graph;
@@ -19,10 +21,12 @@ mod pass;
 mod placement;
 mod routes;
 mod time;
+pub mod torch_csv;
 
 pub use check::{Check, CheckError, check};
 pub use costs::{Channel, Costs, Hop, StageCost};
 pub use error::ScheduleError;
+pub use generate::{Backward, GenerateError, Name, Spec, generate};
 pub use memory::Footprint;
 pub use needs::{Need, Via};
 pub use order_graph::{Wait, Why};
@@ -30,6 +34,8 @@ pub use pass::{Pass, PassError, PassKind};
 pub use placement::{MAX_STAGES, Placement};
 pub use routes::{Edge, Routes};
 pub use time::{Message, Span, Timed, time};
+
+use std::collections::BTreeSet;
 
 use crate::id::{DeviceId, MicrobatchId, StageId};
 
@@ -47,6 +53,8 @@ pub struct Schedule {
     devices: Vec<Vec<Pass>>,
     /// For every device, where its evicted activations are kept.
     keepers: Vec<Option<DeviceId>>,
+    /// The numbers of passes that start together with the next one.
+    pairs: BTreeSet<u32>,
     index: Index,
 }
 
@@ -61,7 +69,32 @@ impl Schedule {
         fits(&placement, &routes, num_microbatches, devices.len())?;
         let index = Index::new(&placement, &routes, num_microbatches, &devices)?;
         let keepers = vec![None; devices.len()];
-        Ok(Self { name: name.into(), placement, routes, num_microbatches, devices, keepers, index })
+        let (name, pairs) = (name.into(), BTreeSet::new());
+        Ok(Self { name, placement, routes, num_microbatches, devices, keepers, pairs, index })
+    }
+
+    /// The same orders with other routes, such as with skips.
+    pub fn with_routes(self, routes: Routes) -> Result<Self, ScheduleError> {
+        let Self { name, placement, num_microbatches, devices, keepers, pairs, .. } = self;
+        let schedule = Self::new(name, placement, routes, num_microbatches, devices)?;
+        Ok(Self { keepers, pairs, ..schedule })
+    }
+
+    /// Lets a forward and the backward behind it start together: both wait until both can.
+    pub fn with_pairs(mut self, pairs: Vec<(Pass, Pass)>) -> Result<Self, ScheduleError> {
+        for (first, second) in pairs {
+            let places = self.place(first).zip(self.place(second));
+            if !places.is_some_and(|((d, a), (e, b))| d == e && a + 1 == b) {
+                return Err(ScheduleError::PairApart { first, second });
+            }
+            self.pairs.extend(self.node(first));
+        }
+        Ok(self)
+    }
+
+    /// Whether the pass starts together with the next one of its device.
+    pub fn is_paired(&self, pass: Pass) -> bool {
+        self.node(pass).is_some_and(|node| self.pairs.contains(&node))
     }
 
     /// Says where each device's evicted activations are kept.
@@ -69,6 +102,10 @@ impl Schedule {
         assert_eq!(keepers.len(), self.devices.len(), "an entry for every device");
         self.keepers = keepers;
         self
+    }
+
+    pub fn renamed(self, name: impl Into<String>) -> Self {
+        Self { name: name.into(), ..self }
     }
 
     pub fn name(&self) -> &str {

@@ -44,17 +44,31 @@ impl Schedule {
 
     /// The same without memory of its own.
     pub fn each_need(&self, pass: Pass, mut visit: impl FnMut(Need)) {
+        self.each_own_need(pass, &mut visit);
+        if let Some(node) = self.node(pass).filter(|node| self.pairs.contains(node)) {
+            // Both start together; what the second needs of the first, it gets.
+            let device = self.placement.device(pass.stage).index();
+            let second = self.devices[device][(node - self.index.first[device]) as usize + 1];
+            self.each_own_need(second, &mut |need| {
+                if need.pass != pass {
+                    visit(need);
+                }
+            });
+        }
+    }
+
+    fn each_own_need(&self, pass: Pass, visit: &mut impl FnMut(Need)) {
         let Pass { kind, stage, microbatch } = pass;
         let own = |kind| Need { pass: pass.with_kind(kind), via: Via::Own };
         match kind {
-            PassKind::F => self.activations(pass, &mut visit),
-            PassKind::B | PassKind::BW => self.backward_needs(pass, &mut visit),
+            PassKind::F => self.activations(pass, visit),
+            PassKind::B | PassKind::BW => self.backward_needs(pass, visit),
             PassKind::W => visit(own(PassKind::B)),
             PassKind::S => {
                 let last = self.last_stage(microbatch);
                 visit(Need { pass: Pass::new(PassKind::F, last, microbatch), via: Via::Vocabulary });
             }
-            PassKind::T => self.vocabulary(PassKind::S, microbatch, &mut visit),
+            PassKind::T => self.vocabulary(PassKind::S, microbatch, visit),
             PassKind::Evict | PassKind::Offload => visit(own(PassKind::F)),
             PassKind::Load => {
                 let evicted = self.has(pass.with_kind(PassKind::Evict));
@@ -67,6 +81,20 @@ impl Schedule {
                     visit(Need { pass, via: Via::Own });
                 }
             }
+        }
+    }
+
+    /// What a pass makes for other stages, and for which: the other end of [`Schedule::needs`].
+    pub fn each_message(&self, pass: Pass, mut visit: impl FnMut(Via, StageId)) {
+        let Pass { kind, stage, microbatch } = pass;
+        if kind == PassKind::F {
+            let chain = self.routes.after(microbatch, stage).map(|to| Edge { from: stage, to });
+            let edges = chain.into_iter().chain(self.routes.skips_out(microbatch, stage));
+            edges.for_each(|edge| visit(Via::Activation(edge), edge.to));
+        } else if kind.is_backward() {
+            let chain = self.routes.before(microbatch, stage).map(|from| Edge { from, to: stage });
+            let edges = chain.into_iter().chain(self.routes.skips_into(microbatch, stage));
+            edges.for_each(|edge| visit(Via::Gradient(edge), edge.from));
         }
     }
 

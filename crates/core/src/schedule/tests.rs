@@ -172,11 +172,11 @@ fn evicted_activations_weigh_on_their_keeper() {
     assert_eq!(memory::within(&schedule, &timed, &units, &[1.0, 3.0]), Ok(()));
     assert_eq!(
         memory::within(&schedule, &timed, &units, &[1.0, 2.0]).unwrap_err().to_string(),
-        "device 1 holds 3 of activations at 1F1, more than its cap of 2"
+        "device 1 holds 3 activations at 1F1, more than its cap of 2 activations"
     );
     let bytes = Footprint::bytes(vec![100, 10]);
     assert_eq!(
         memory::within(&schedule, &timed, &bytes, &[50.0, 100.0]).unwrap_err().to_string(),
-        "device 0 holds 100 B of activations at 0F0, more than its cap of 50 B"
+        "device 0 holds 100 B of activations at 0F0, more than its cap of 50 B of activations"
     );
 }

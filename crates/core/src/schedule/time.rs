@@ -10,7 +10,7 @@ use rustc_hash::FxHashMap;
 use crate::id::{DeviceId, MicrobatchId};
 
 use super::check::{self, CheckError};
-use super::{Channel, Costs, Edge, Pass, PassKind, Schedule, Via};
+use super::{Channel, Costs, Pass, Schedule, Via};
 
 /// A stretch of time.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -145,7 +145,7 @@ impl<'a> Clock<'a> {
             Some(node) if !self.done[node as usize] => blocker = blocker.or(Some((node, need.pass))),
             Some(node) => {
                 let end = self.spans[node as usize].end;
-                latest = latest.max(self.channels.arrival(need.via, pass.microbatch).unwrap_or(end));
+                latest = latest.max(self.channels.arrival(need.via, need.pass.microbatch).unwrap_or(end));
             }
         });
         if let Some(needed) = missing {
@@ -177,34 +177,21 @@ impl<'a> Clock<'a> {
     }
 
     /// What the pass made leaves for the devices that need it.
-    fn send(&mut self, device: DeviceId, pass: Pass, ready: f64) {
-        let Pass { kind, stage, microbatch } = pass;
-        let routes = self.schedule.routes();
-        if kind == PassKind::F {
-            let chain = routes.after(microbatch, stage).map(|to| Edge { from: stage, to });
-            for edge in chain.into_iter().chain(routes.skips_out(microbatch, stage)) {
-                self.send_one(device, Via::Activation(edge), microbatch, ready);
+    fn send(&mut self, from: DeviceId, pass: Pass, ready: f64) {
+        let (schedule, costs) = (self.schedule, self.costs);
+        let placement = schedule.placement();
+        schedule.each_message(pass, |via, to| {
+            let cost = match via {
+                Via::Activation(edge) => costs.hop(placement, edge).activation,
+                Via::Gradient(edge) => costs.hop(placement, edge).gradient,
+                Via::Own | Via::Vocabulary => 0.0,
+            };
+            if cost > 0.0 {
+                let microbatch = pass.microbatch;
+                let span = self.channels.send(via, microbatch, ready, cost, costs.channel());
+                self.messages.push(Message { from, to: placement.device(to), via, microbatch, span });
             }
-        } else if kind.is_backward() {
-            let chain = routes.before(microbatch, stage).map(|from| Edge { from, to: stage });
-            for edge in chain.into_iter().chain(routes.skips_into(microbatch, stage)) {
-                self.send_one(device, Via::Gradient(edge), microbatch, ready);
-            }
-        }
-    }
-
-    fn send_one(&mut self, from: DeviceId, via: Via, microbatch: MicrobatchId, ready: f64) {
-        let placement = self.schedule.placement();
-        let (cost, to) = match via {
-            Via::Activation(edge) => (self.costs.hop(placement, edge).activation, edge.to),
-            Via::Gradient(edge) => (self.costs.hop(placement, edge).gradient, edge.from),
-            Via::Own | Via::Vocabulary => return,
-        };
-        if cost == 0.0 {
-            return;
-        }
-        let span = self.channels.send(via, microbatch, ready, cost, self.costs.channel());
-        self.messages.push(Message { from, to: placement.device(to), via, microbatch, span });
+        });
     }
 
     fn finish(mut self) -> Timed {

@@ -25,6 +25,8 @@ pub struct StepDoc {
     pub times: Vec<TimesDoc>,
     pub crossings: Vec<CrossingDoc>,
     pub overlap: bool,
+    #[serde(default)]
+    pub lockstep: bool,
     pub strategy: String,
 }
 
@@ -151,6 +153,7 @@ impl StepDoc {
             times: self.times.iter().map(times).collect(),
             crossings: self.crossings.iter().map(crossing).collect::<Result<_, _>>()?,
             overlap: self.overlap,
+            lockstep: self.lockstep,
             cluster,
         })
     }

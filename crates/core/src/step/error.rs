@@ -27,6 +27,8 @@ pub enum StepError {
         "the passes of the schedule wait for each other in a circle, the first is {first}\nhint: check the schedule"
     )]
     Circle { first: Pass },
+    #[error("crossing `{name}` cannot be drawn in broad strokes: {what}")]
+    Coarse { name: String, what: String },
     #[error(transparent)]
     Verify(#[from] VerifyError),
 }

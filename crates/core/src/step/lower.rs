@@ -9,6 +9,8 @@
 
 use std::collections::BTreeMap;
 
+use rustc_hash::FxHashMap;
+
 use super::blocking::{Item, blocking_order};
 use super::error::StepError;
 use super::order::runnable_order;
@@ -27,7 +29,8 @@ pub struct Part {
     pub of: u32,
 }
 
-/// A crossing crossed once; `Op::tensor` is an index into [`StepProgram::instances`].
+/// A crossing crossed once; `Op::tensor` is an index into [`StepProgram::instances`], or one behind the last for passes and
+/// the words with which ranks begin them together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Instance {
     pub crossing: u32,
@@ -51,6 +54,8 @@ pub struct StepProgram {
     pub lowered: Vec<[Program; 2]>,
 }
 
+/// Stands for the instance of ops that are of none, until their number is known: one behind the last.
+const OF_NO_INSTANCE: u32 = u32::MAX;
 /// Staging memory of a crossing is used by turns, so that one message can arrive while the last one leaves.
 const STAGING_TURNS: u32 = 2;
 /// Buffers that a crossing has beyond what its stages keep: one that fills and one that empties.
@@ -227,15 +232,22 @@ struct Builder<'a> {
     /// The instances of every crossing and direction, in the order in which they are produced.
     produced: Vec<[Vec<u32>; 2]>,
     /// The instance that brings a crossing's tensors of a microbatch.
-    brings: BTreeMap<(u32, Direction, MicrobatchId), u32>,
+    brings: FxHashMap<(u32, Direction, MicrobatchId), u32>,
     /// The first compute op of a pass on a rank.
-    first_part: BTreeMap<(Pass, Rank), u32>,
+    first_part: FxHashMap<(Pass, Rank), u32>,
     /// Ops that wait for the last part of a pass that may come later: rank, op, pass.
     after_pass: Vec<(Rank, u32, Pass)>,
     next_tag: u32,
     next_lane: Vec<[u32; 2]>,
+    /// The lane of words between the ranks of a device.
+    word_lane: u32,
+    /// By stage: the crossings that start there, and those that end there.
+    starting: Vec<Vec<usize>>,
+    ending: Vec<Vec<usize>>,
+    /// By stage, forwards and backwards: where its passes are cut.
+    cuts: Vec<[Vec<f64>; 2]>,
     /// Where a crossing's staging buffers are on a rank, for each turn.
-    staging: BTreeMap<(u32, Direction, Rank, u32), Staging>,
+    staging: FxHashMap<(u32, Direction, Rank, u32), Staging>,
 }
 
 impl<'a> Builder<'a> {
@@ -247,8 +259,18 @@ impl<'a> Builder<'a> {
             first
         };
         let next_lane = lowered.iter().map(|[f, b]| [lanes(f), lanes(b)]).collect();
+        let word_lane = next;
         let num_ranks = step.cluster.num_devices();
+        let stages = step.schedule.placement().num_stages();
+        let (mut starting, mut ending) = (vec![vec![]; stages], vec![vec![]; stages]);
+        for (i, c) in step.crossings.iter().enumerate() {
+            starting[c.edge.from.index()].push(i);
+            ending[c.edge.to.index()].push(i);
+        }
         Self {
+            cuts: cuts(step, &starting, &ending),
+            starting,
+            ending,
             step,
             lowered,
             buffers,
@@ -257,12 +279,13 @@ impl<'a> Builder<'a> {
             instances: vec![],
             ends: vec![],
             produced: vec![[vec![], vec![]]; step.crossings.len()],
-            brings: BTreeMap::new(),
-            first_part: BTreeMap::new(),
+            brings: FxHashMap::default(),
+            first_part: FxHashMap::default(),
             after_pass: vec![],
             next_tag: 0,
             next_lane,
-            staging: BTreeMap::new(),
+            word_lane,
+            staging: FxHashMap::default(),
         }
     }
 
@@ -275,14 +298,18 @@ impl<'a> Builder<'a> {
                 Item::Pass(pass) => {
                     self.compute(pass)?;
                     if self.step.overlap {
-                        self.cross_all(self.step.crossings_from(pass).collect(), pass);
+                        self.cross_all(self.crossings_from(pass), pass);
                     }
                 }
             }
         }
         self.patch();
         let chunk_bytes = self.lowered.iter().flatten().map(|p| p.chunk_bytes).max().unwrap_or(1);
-        let ranks = self.ranks.into_iter().map(RankOps::finish).collect();
+        let mut ranks: Vec<RankProgram> = self.ranks.into_iter().map(RankOps::finish).collect();
+        let of_no_instance = self.instances.len() as u32;
+        for op in ranks.iter_mut().flat_map(|r| &mut r.ops).filter(|op| op.tensor == OF_NO_INSTANCE) {
+            op.tensor = of_no_instance;
+        }
         Ok(StepProgram {
             program: Program { chunk_bytes, ranks, copied: vec![] },
             parts: self.parts,
@@ -308,35 +335,37 @@ impl<'a> Builder<'a> {
     }
 
     /// Where a pass is cut: at 0, at 1, and wherever tensors are made or needed on the way.
-    fn cuts(&self, pass: Pass) -> Vec<f64> {
-        let mut cuts = vec![0.0, 1.0];
-        for (crossing, direction) in self.step.crossings_from(pass) {
-            cuts.push(self.step.crossings[crossing].made_at(direction));
+    fn cuts(&self, pass: Pass) -> &[f64] {
+        match pass.kind {
+            PassKind::F => &self.cuts[pass.stage.index()][0],
+            PassKind::B | PassKind::BW => &self.cuts[pass.stage.index()][1],
+            _ => &[0.0, 1.0],
         }
-        for (crossing, direction) in self.crossings_into(pass) {
-            cuts.push(self.step.crossings[crossing].needed_at(direction));
+    }
+
+    /// The crossings that carry what a pass makes.
+    fn crossings_from(&self, pass: Pass) -> Vec<(usize, Direction)> {
+        match pass.kind {
+            PassKind::F => forwards(&self.starting[pass.stage.index()]),
+            PassKind::B | PassKind::BW => backwards(&self.ending[pass.stage.index()]),
+            _ => vec![],
         }
-        cuts.sort_by(f64::total_cmp);
-        cuts.dedup();
-        cuts
     }
 
     /// The crossings that bring what a pass needs.
     fn crossings_into(&self, pass: Pass) -> Vec<(usize, Direction)> {
-        let crossings = self.step.crossings.iter().enumerate();
-        let into = crossings.filter_map(|(i, c)| match pass.kind {
-            PassKind::F if c.edge.to == pass.stage => Some((i, Direction::Forward)),
-            PassKind::B | PassKind::BW if c.edge.from == pass.stage => Some((i, Direction::Backward)),
-            _ => None,
-        });
-        into.collect()
+        match pass.kind {
+            PassKind::F => forwards(&self.ending[pass.stage.index()]),
+            PassKind::B | PassKind::BW => backwards(&self.starting[pass.stage.index()]),
+            _ => vec![],
+        }
     }
 
     /// Emits a pass on every rank of its device.
     fn compute(&mut self, pass: Pass) -> Result<(), StepError> {
         let step = self.step;
         let total = step.times[pass.stage.index()].of(pass).ok_or(StepError::Unsupported { pass })?;
-        let cuts = self.cuts(pass);
+        let cuts = self.cuts(pass).to_vec();
         let of = cuts.len() as u32 - 1;
         let device = step.schedule.placement().device(pass.stage);
         for (part, cut) in (0..of).zip(cuts.windows(2)) {
@@ -344,11 +373,17 @@ impl<'a> Builder<'a> {
             let nanos = until(cut[1]) - until(cut[0]);
             let id = self.parts.len() as u32;
             self.parts.push(Part { pass, part, of });
-            for &rank in step.ranks_of(device) {
-                let deps = self.needs_of_part(pass, rank, cut, part + 1 == of);
+            let ranks = step.ranks_of(device);
+            let mut needs: Vec<(Vec<u32>, Vec<u32>)> =
+                ranks.iter().map(|r| self.needs_of_part(pass, *r, cut, part + 1 == of)).collect();
+            if step.lockstep && ranks.len() > 1 && needs.iter().any(|(_, arrive)| !arrive.is_empty()) {
+                self.begin_together(ranks, &mut needs);
+            }
+            for (&rank, (own, arrive)) in ranks.iter().zip(needs) {
+                let deps = own.into_iter().chain(arrive).map(done).collect();
                 let kind = OpKind::Compute { pass: id, nanos };
                 let ops = &mut self.ranks[rank.index()];
-                let op = ops.push(kind, 0, RegionId(0), 0, deps);
+                let op = ops.push(kind, OF_NO_INSTANCE, RegionId(0), 0, deps);
                 ops.computed = Some(op);
                 ops.before = vec![op];
                 self.first_part.entry((pass, rank)).or_insert(op);
@@ -357,20 +392,44 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    /// What a part of a pass waits for: the part before it, what it needs, and room for what it makes.
-    fn needs_of_part(&mut self, pass: Pass, rank: Rank, cut: &[f64], last: bool) -> Vec<Dep> {
+    /// Lets ranks wait until each of them has what it needs: every one tells the first, and the first tells all.
+    fn begin_together(&mut self, ranks: &[Rank], needs: &mut [(Vec<u32>, Vec<u32>)]) {
+        for i in 1..ranks.len() {
+            let told = self.word(ranks[i], ranks[0], std::mem::take(&mut needs[i].1));
+            needs[0].1.push(told);
+        }
+        for i in 1..ranks.len() {
+            let told = self.word(ranks[0], ranks[i], needs[0].1.clone());
+            needs[i].1.push(told);
+        }
+    }
+
+    /// A message of no bytes. Answers the op that receives it.
+    fn word(&mut self, from: Rank, to: Rank, after: Vec<u32>) -> u32 {
+        let (tag, lane) = (self.next_tag, self.word_lane);
+        self.next_tag += 1;
+        let send = OpKind::Send { to, lane, tag, weight: 1, from: Buffer::Src };
+        let deps = after.into_iter().map(done).collect();
+        self.ranks[from.index()].push(send, OF_NO_INSTANCE, RegionId(0), 0, deps);
+        let recv = OpKind::Recv { from, lane, tag, into: Buffer::Src, reduce: false };
+        self.ranks[to.index()].push(recv, OF_NO_INSTANCE, RegionId(0), 0, vec![])
+    }
+
+    /// What a part of a pass waits for: the part before it and room for what it makes; and what arrives for it.
+    fn needs_of_part(&mut self, pass: Pass, rank: Rank, cut: &[f64], last: bool) -> (Vec<u32>, Vec<u32>) {
         let ops = &self.ranks[rank.index()];
         let mut deps: Vec<u32> = if self.step.overlap { vec![] } else { ops.before.clone() };
         deps.extend(ops.computed);
+        let mut arrive = vec![];
         for (crossing, direction) in self.crossings_into(pass) {
             let at = self.step.crossings[crossing].needed_at(direction);
             let here = at == cut[0] || (last && at >= 1.0);
             let brings = self.brings.get(&(crossing as u32, direction, pass.microbatch));
             if let Some(ends) = brings.filter(|_| here).and_then(|i| self.ends[*i as usize].get(&rank)) {
-                deps.extend(&ends.arrive);
+                arrive.extend(&ends.arrive);
             }
         }
-        for (crossing, direction) in self.step.crossings_from(pass) {
+        for (crossing, direction) in self.crossings_from(pass) {
             let at = self.step.crossings[crossing].made_at(direction);
             let here = at == cut[1] || (cut[0] == 0.0 && at <= 0.0);
             let old = self.last_in_buffer(crossing, direction);
@@ -378,7 +437,7 @@ impl<'a> Builder<'a> {
                 deps.extend(&ends.depart);
             }
         }
-        deps.into_iter().map(done).collect()
+        (deps, arrive)
     }
 
     /// The instance that last used the buffer which the next one of a crossing will use.
@@ -396,6 +455,9 @@ impl<'a> Builder<'a> {
         let id = self.instances.len() as u32;
         let buffer = count % self.buffers[crossing][direction as usize];
         let mut instance = Instance { crossing: crossing as u32, direction, microbatch, buffer, ops: vec![] };
+        if !self.step.overlap && self.step.lockstep {
+            self.cross_together(crossing);
+        }
         let mut ends = BTreeMap::new();
         for (rank, ranked) in (0..).map(Rank).zip(&plan.ranks).filter(|(_, r)| !r.ops.is_empty()) {
             let first = self.ranks[rank.index()].ops.len() as u32;
@@ -408,10 +470,43 @@ impl<'a> Builder<'a> {
             _ => None,
         });
         self.next_tag += tags.max().unwrap_or(0);
+        if !self.step.overlap {
+            self.confirm(&instance);
+        }
         self.instances.push(instance);
         self.ends.push(ends);
         self.produced[crossing][direction as usize].push(id);
         self.brings.insert((crossing as u32, direction, microbatch), id);
+    }
+
+    /// Lets the ranks of both ends start a blocking crossing together.
+    fn cross_together(&mut self, crossing: usize) {
+        let (edge, placement) = (self.step.crossings[crossing].edge, self.step.schedule.placement());
+        let ends = [edge.from, edge.to].map(|stage| self.step.ranks_of(placement.device(stage)));
+        let ranks = ends.concat();
+        let mut needs: Vec<(Vec<u32>, Vec<u32>)> =
+            ranks.iter().map(|r| (vec![], std::mem::take(&mut self.ranks[r.index()].before))).collect();
+        self.begin_together(&ranks, &mut needs);
+        for (rank, (_, before)) in ranks.iter().zip(needs) {
+            self.ranks[rank.index()].before = before;
+        }
+    }
+
+    /// Where communication blocks, a sender stands still until its message has arrived, not only until it has left: every
+    /// receiver says so.
+    fn confirm(&mut self, instance: &Instance) {
+        let mut arrived: BTreeMap<(Rank, Rank), Vec<u32>> = BTreeMap::new();
+        for (rank, range) in &instance.ops {
+            for op in range.clone() {
+                if let OpKind::Recv { from, .. } = self.ranks[rank.index()].ops[op as usize].kind {
+                    arrived.entry((*rank, from)).or_default().push(op);
+                }
+            }
+        }
+        for ((receiver, sender), ops) in arrived {
+            let told = self.word(receiver, sender, ops);
+            self.ranks[sender.index()].before.push(told);
+        }
     }
 
     /// Copies a rank's ops of a plan, as the `count`th instance of a crossing.
@@ -519,6 +614,32 @@ impl<'a> Builder<'a> {
     }
 }
 
+fn forwards(crossings: &[usize]) -> Vec<(usize, Direction)> {
+    crossings.iter().map(|c| (*c, Direction::Forward)).collect()
+}
+
+fn backwards(crossings: &[usize]) -> Vec<(usize, Direction)> {
+    crossings.iter().map(|c| (*c, Direction::Backward)).collect()
+}
+
+/// By stage: where its forward and its backward pass are cut.
+fn cuts(step: &Step, starting: &[Vec<usize>], ending: &[Vec<usize>]) -> Vec<[Vec<f64>; 2]> {
+    let cut = |starts: &Vec<usize>, ends: &Vec<usize>, direction: Direction| {
+        let (makes, needs) = match direction {
+            Direction::Forward => (starts, ends),
+            Direction::Backward => (ends, starts),
+        };
+        let mut cuts = vec![0.0, 1.0];
+        cuts.extend(makes.iter().map(|c| step.crossings[*c].made_at(direction)));
+        cuts.extend(needs.iter().map(|c| step.crossings[*c].needed_at(direction)));
+        cuts.sort_by(f64::total_cmp);
+        cuts.dedup();
+        cuts
+    };
+    let both = |(s, e)| [cut(s, e, Direction::Forward), cut(s, e, Direction::Backward)];
+    starting.iter().zip(ending).map(both).collect()
+}
+
 fn num_lanes(program: &Program) -> u32 {
     let lanes = program.ranks.iter().flat_map(|r| &r.ops).filter_map(|op| match op.kind {
         OpKind::Send { lane, .. } => Some(lane + 1),
@@ -531,7 +652,7 @@ fn buffers_of(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
     match op.kind {
         OpKind::Send { from, .. } => (Some(from), None),
         OpKind::Recv { into, .. } => (None, Some(into)),
-        OpKind::Copy { from, into } => (Some(from), Some(into)),
+        OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
         OpKind::Compute { .. } => (None, None),
     }
 }
@@ -549,7 +670,7 @@ fn shift(kind: OpKind, tags: u32, lanes: u32, stages: u32) -> OpKind {
         OpKind::Recv { from, lane, tag, into, reduce } => {
             OpKind::Recv { from, lane: lane + lanes, tag: tag + tags, into: stage(into), reduce }
         }
-        OpKind::Copy { from, into } => OpKind::Copy { from: stage(from), into: stage(into) },
+        OpKind::Copy { from, into, reduce } => OpKind::Copy { from: stage(from), into: stage(into), reduce },
         OpKind::Compute { pass, nanos } => OpKind::Compute { pass, nanos },
     }
 }

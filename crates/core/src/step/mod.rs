@@ -15,6 +15,7 @@
 //! Every edge has a number of buffers, used in turn; a buffer is filled again when its last reader is done.
 
 mod blocking;
+mod coarse;
 pub mod doc;
 mod error;
 mod lower;
@@ -80,6 +81,8 @@ pub struct Step {
     pub crossings: Vec<Crossing>,
     /// Whether communication runs beside compute.
     pub overlap: bool,
+    /// Whether the ranks of a device begin a pass together, as they do where they meet in collectives inside it.
+    pub lockstep: bool,
 }
 
 impl Step {

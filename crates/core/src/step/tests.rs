@@ -57,6 +57,7 @@ fn step(schedule: Schedule, bytes: u64, overlap: bool) -> Step {
         cluster,
         schedule,
         overlap,
+        lockstep: false,
     }
 }
 
@@ -122,4 +123,66 @@ fn mistakes_are_named() {
     assert!(error(&|s| s.crossings[0].made = f64::NAN).contains("not between 0 and 1"));
     assert!(error(&|s| s.ranks.swap(0, 1)).contains("which is not on device"));
     assert!(error(&|s| s.times.truncate(1)).contains("2 stages, the step gives 1"));
+}
+
+/// Stages of four ranks on a host each (or two stages on one), tensors split and copied.
+fn wide(schedule: Schedule, elements: u64, stages_per_host: usize) -> Step {
+    let stages = schedule.placement().num_stages();
+    let host = Host {
+        nic_out_bytes_per_s: 1000.0,
+        nic_in_bytes_per_s: 1000.0,
+        local_bytes_per_s: 1e6,
+        ..Host::with_devices(4 * stages_per_host as u32)
+    };
+    let cluster = Cluster::of_hosts(vec![host; stages.div_ceil(stages_per_host)]);
+    let mut step = step(schedule, 1, true);
+    for (from, crossing) in step.crossings.iter_mut().enumerate() {
+        let layout = |stage: usize| {
+            let first = 4 * stage;
+            let text = format!("u8[4,{elements}]@S{stage}{{dp:2,tp:2}}={first}-{}(dp,_)", first + 3);
+            text.parse().unwrap()
+        };
+        let reshard = |a: usize, b: usize| {
+            let pair = vec![("act".to_string(), layout(a), layout(b))];
+            let problem = Problem::new(pair, Hosts::Described(cluster.clone())).unwrap();
+            plan(&problem, &PlanOptions::default()).unwrap()
+        };
+        (crossing.forward, crossing.backward) = (reshard(from, from + 1), reshard(from + 1, from));
+    }
+    step.ranks = (0..stages as u32).map(|s| (4 * s..4 * s + 4).map(Rank).collect()).collect();
+    step.cluster = cluster;
+    step
+}
+
+#[test]
+fn broad_strokes_take_as_long_as_the_whole_picture() {
+    for (p, m, elements, per_host, extra) in
+        [(2, 8, 200, 1, 1), (4, 12, 200, 1, 2), (4, 12, 400, 2, 2), (3, 9, 50, 1, 1), (4, 8, 600, 1, 1)]
+    {
+        let schedule = one_f_one_b(p, m, |s| extra * (p - s));
+        let exact = wide(schedule, elements, per_host);
+        let (fine, coarse) = (step_s(&exact), step_s(&exact.coarse().unwrap()));
+        assert!((coarse / fine - 1.0).abs() < 0.02, "p {p} m {m}: {coarse} for {fine}");
+    }
+}
+
+#[test]
+fn ranks_of_a_device_may_begin_together() {
+    // One rank's part comes over a slow NIC; without lockstep the other one would be ahead.
+    let mut apart = wide(one_f_one_b(2, 4, |s| 2 - s), 100, 1);
+    apart.cluster.hosts[0].nic_out_bytes_per_s = 500.0;
+    let mut together = apart.clone();
+    together.lockstep = true;
+    let (a, b) = (step_s(&apart), step_s(&together));
+    assert!(b >= a * (1.0 - 1e-9), "{a} {b}");
+    let lowered = lower_step(&together).unwrap();
+    let trace = simulate(&lowered.program, &together.cluster).unwrap();
+    for ranks in &together.ranks {
+        let starts = |rank: &Rank| -> Vec<f64> {
+            let ops = lowered.program.ranks[rank.index()].ops.iter().zip(&trace.ops[rank.index()]);
+            let computes = ops.filter(|(op, _)| matches!(op.kind, crate::program::OpKind::Compute { .. }));
+            computes.map(|(_, span)| span.start_s).collect()
+        };
+        assert!(ranks.windows(2).all(|pair| starts(&pair[0]) == starts(&pair[1])));
+    }
 }

@@ -94,6 +94,8 @@ pub enum VerifyError {
     SumUnfinished { transfer: TransferId, rank: Rank, region: Region, unnamed: TransferId },
     #[error("{transfer} sends {region} from {rank}, parts of which are sums of different parts")]
     SumUneven { transfer: TransferId, rank: Rank, region: Region },
+    #[error("{transfer} has {rank} add its own part of {region}, which it does not hold")]
+    NoOwnPart { transfer: TransferId, rank: Rank, region: Region },
     #[error(
         "{writer} may change {region} on {rank} while {transfer} still uses it\nhint: name {transfer} in its `after`"
     )]
@@ -153,6 +155,7 @@ impl VerifyError {
             AfterTwice { .. } | CombinesWhole { .. } => Law::Malformed,
             CrossingSums { .. } | CrossesOwnPart { .. } => Law::Malformed,
             Missing { .. } | Twice { .. } | MissingPart { .. } | PartTwice { .. } => Law::Coverage,
+            NoOwnPart { .. } => Law::Causality,
             NotHeld { .. } | SumUnfinished { .. } | SumUneven { .. } | Race { .. } => Law::Causality,
             NotOnce { .. } | Unmatched { .. } | EndsDiffer { .. } | ChannelOrder { .. } => Law::Matched,
             BadDependency { .. } => Law::Matched,
@@ -175,7 +178,9 @@ impl VerifyError {
             CombinesWhole { transfer, .. } | CrossesOwnPart { transfer, .. } | PartTwice { transfer, .. } => {
                 *transfer = id(*transfer);
             }
-            NotHeld { transfer, .. } | SumUneven { transfer, .. } => *transfer = id(*transfer),
+            NotHeld { transfer, .. } | SumUneven { transfer, .. } | NoOwnPart { transfer, .. } => {
+                *transfer = id(*transfer)
+            }
             NoSuchTransfer { transfer, after } | AfterTwice { transfer, after } => {
                 (*transfer, *after) = (id(*transfer), id(*after));
             }

@@ -96,7 +96,7 @@ impl Sink for Passing {
             OpKind::Recv { from, lane, tag, into, .. } => {
                 self.sent.take() == Some(Sent { from, to: rank, lane, tag, what }) && !is_stage(into)
             }
-            OpKind::Copy { from, into } => !is_stage(from) && !is_stage(into),
+            OpKind::Copy { from, into, .. } => !is_stage(from) && !is_stage(into),
             OpKind::Compute { .. } => false,
         };
         self.right &= right && self.waits_for_earlier(rank, moved, deps);

@@ -408,7 +408,7 @@ fn check_slots(rank: Rank, program: &RankProgram, search: &mut Search) -> Result
         let (from, into, adds) = match op.kind {
             OpKind::Send { from, .. } => (Some(from), None, false),
             OpKind::Recv { into, reduce, .. } => (None, Some(into), reduce),
-            OpKind::Copy { from, into } => (Some(from), Some(into), false),
+            OpKind::Copy { from, into, reduce } => (Some(from), Some(into), reduce),
             OpKind::Compute { .. } => continue,
         };
         if let Some(Buffer::Stage(slot)) = from {

@@ -16,7 +16,7 @@ pub fn check(plan: &Plan) -> Result<(), VerifyError> {
         let id = TransferId::at(i);
         check_ends(plan, id, t)?;
         let known = &mut known[t.region.index()];
-        if t.reduce || *known != (t.tensor, t.bytes) {
+        if t.reduce || t.then_own || *known != (t.tensor, t.bytes) {
             check_box(plan, id, t, &wholes[t.tensor as usize])?;
             *known = (t.tensor, t.bytes);
         }
@@ -55,7 +55,7 @@ fn check_box(plan: &Plan, transfer: TransferId, t: &Transfer, whole: &Region) ->
         let region = region.clone();
         return Err(VerifyError::SizeDiffers { transfer, rank, region, stated: t.bytes, bytes });
     }
-    if t.reduce && layout.num_contributions() == 1 {
+    if (t.reduce || t.then_own) && layout.num_contributions() == 1 {
         return Err(VerifyError::CombinesWhole { transfer, rank: t.dst, region: region.clone() });
     }
     Ok(())

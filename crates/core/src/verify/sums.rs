@@ -9,6 +9,8 @@
 //! t1: r1 -> r2  b, add, after t0    carries {0 1}; cell (r2, b): {2}, then {0 1 2}
 //! ```
 //!
+//! A transfer with `then_own` is followed by the receiver's own part.
+//!
 //! Sets that are added must be disjoint, and a destination's last set must be full.
 
 use rustc_hash::FxHashMap;
@@ -134,8 +136,23 @@ impl<'a> Sums<'a> {
                 VerifyError::PartTwice { transfer: id, rank, region, contribution }
             })?,
         };
-        self.left[id.index()] = left;
+        self.left[id.index()] = if t.then_own { self.with_own(id, left)? } else { left };
         Ok(())
+    }
+
+    /// The receiver's own part joins what is in the cell.
+    fn with_own(&mut self, id: TransferId, left: SetId) -> Result<SetId, VerifyError> {
+        let t = &self.plan.transfers()[id.index()];
+        let (rank, region) = (t.dst, self.plan.region(t));
+        let own = &self.sides.tensor(t.tensor).src;
+        let Some(contribution) = own.contribution(rank).filter(|_| own.contains(rank, region)) else {
+            return Err(VerifyError::NoOwnPart { transfer: id, rank, region: region.clone() });
+        };
+        let own = self.sets.single(contribution);
+        self.sets.union(left, own).map_err(|contribution| {
+            let region = region.clone();
+            VerifyError::PartTwice { transfer: id, rank, region, contribution }
+        })
     }
 
     fn carried_by(&mut self, id: TransferId) -> Result<SetId, VerifyError> {

@@ -9,7 +9,7 @@ use crossmesh_core::units::{Bytes, Seconds};
 use super::{CaseResult, MeasuredTimes, Results, StrategyResult};
 use crate::output::{self, Progress, Table, count};
 use crate::predict::Prediction;
-use crate::runner::{RunOptions, run_plan};
+use crate::runner::{RunOptions, median, run_plan};
 
 /// A tensor of this size takes about a second over a slow NIC, and fits on a small machine several times.
 pub const TENSOR_BYTES: u64 = 64 << 20;
@@ -18,15 +18,21 @@ pub const REPEAT: u32 = 5;
 
 pub fn measure(prediction: &Prediction, run: &RunOptions, progress: &Progress) -> Result<MeasuredTimes> {
     let measured = run_plan(prediction, run, progress)?;
-    let median_s = measured.median_s();
+    let verified = measured.verified();
+    Ok(times(prediction, measured.seconds, verified))
+}
+
+/// What runs of a prediction took, beside what it says.
+pub fn times(prediction: &Prediction, seconds: Vec<f64>, verified: bool) -> MeasuredTimes {
+    let median_s = median(&seconds);
     let over = |what: f64| Some(output::ratio(median_s, what)).filter(|ratio| ratio.is_finite());
-    Ok(MeasuredTimes {
+    MeasuredTimes {
         median_s,
         over_bound: over(prediction.bound.seconds),
         over_predicted: over(prediction.seconds()),
-        verified: measured.verified(),
-        measured_s: measured.seconds,
-    })
+        verified,
+        measured_s: seconds,
+    }
 }
 
 pub fn all_verified(results: &Results) -> bool {

@@ -9,7 +9,8 @@
 //!
 //! Beside these a document carries what they leave open: the `tensors` where there are several, the resolved `cluster`,
 //! `chunk_bytes`, `reasons`, and for a transfer its `tensor` (if not the first), its `weight` (if not its bytes), its
-//! `lane` (if not the usual one) and what it `reduce`s by. A reader does without all of them.
+//! `lane` (if not the usual one), what it `reduce`s by, and whether the receiver `then_own` adds its own part. A plan
+//! without sums is complete without all of them.
 //!
 //! Reading trusts nothing: what contradicts itself is refused with the transfer and the field.
 
@@ -90,6 +91,8 @@ pub struct TransferDoc {
     pub lane: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reduce: Option<String>,
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub then_own: bool,
     pub link: LinkKind,
     pub after: Vec<u32>,
 }
@@ -119,6 +122,10 @@ impl LinkKind {
 
 fn is_zero(number: &u32) -> bool {
     *number == 0
+}
+
+fn is_false(flag: &bool) -> bool {
+    !*flag
 }
 
 /// What is known of a plan beside the plan itself.
@@ -238,6 +245,7 @@ impl TransferDoc {
             weight: (t.weight != t.bytes.max(1)).then_some(t.weight),
             lane: plan.has_own_lane(TransferId(id)).then_some(t.lane),
             reduce: t.reduce.then(|| partial.map_or("sum", |p| p.op.name()).into()),
+            then_own: t.then_own,
             link: LinkKind::of(plan, t),
             after: plan.after(t).iter().map(|a| a.0).collect(),
         }

@@ -190,6 +190,7 @@ impl<'a> TransferReader<'a> {
             let reduce = check_reduce(plan, t)?;
             let added = plan.transfer_mut(id);
             added.reduce = reduce;
+            added.then_own = t.then_own;
             added.weight = t.weight.unwrap_or(added.weight);
             added.lane = t.lane.unwrap_or(added.lane);
         }

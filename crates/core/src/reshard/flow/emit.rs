@@ -11,9 +11,14 @@
 //!
 //! Inside a host the box passes from the device it entered at through all others that want it.
 //!
+//! Where neighbours of a holder relay, those that want the box themselves do so too: they get it for both ends, and pass
+//! it on inside their host as well as out of it.
+//!
 //! Where boxes are forwarded, a chain fills the faster the fewer streams share a link. So what one device sends along
 //! one route is one lane: its boxes follow each other, and weigh as much as all of them together. Large boxes of all
 //! devices behind a NIC share a lane.
+
+use std::borrow::Cow;
 
 use rustc_hash::FxHashMap;
 
@@ -53,6 +58,8 @@ pub(super) struct Emitter<'a> {
     ports: PortTable,
     /// Whether any host has a choice of ports.
     many_ports: bool,
+    /// Whether what crosses between hosts is also brought to who wants it on the holders' own.
+    serves_home: bool,
     /// Counts boxes, so that devices that can stand in for each other take turns.
     turn: usize,
     lanes: Lanes,
@@ -74,7 +81,8 @@ struct Lanes {
     lanes: Vec<Lane>,
 }
 
-/// Between hosts (0), inside one (1) or of a sum (2); its class or path; its place in the class.
+/// Between hosts with forwarding (0) or without (5), inside one (1), of a sum (2), on a holder's host to a relay (3) or
+/// to stay (4); its class or path; its place in the class, or the host.
 pub(super) type RouteId = (u8, u32, u32);
 
 struct Lane {
@@ -102,6 +110,7 @@ impl<'a> Emitter<'a> {
             stretches,
             ports: PortTable::default(),
             many_ports,
+            serves_home: false,
             turn: 0,
             lanes: Lanes::default(),
             arrivals: vec![],
@@ -168,7 +177,7 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// Adds the first transfer of a sum's path.
+    /// Adds the first transfer of a path that has a lane of its own.
     pub(super) fn add_first(
         &mut self,
         tensor: u32,
@@ -205,6 +214,7 @@ impl<'a> Emitter<'a> {
     /// bytes that take a detour over another device.
     pub(super) fn choose_ports(&mut self, routes: &[Vec<Route>], relay: bool) -> (f64, u64) {
         self.ports = PortTable::default();
+        self.serves_home = relay && self.many_ports;
         if !self.many_ports {
             return (0.0, 0);
         }
@@ -233,6 +243,7 @@ impl<'a> Emitter<'a> {
                     let parts = parts_sent(&routes[c], stretch, host);
                     let relays = self.relays(stretch, HostId(host)).filter(|_| relay);
                     let mut relays: Vec<PortId> = relays.map(|r| topology.port(r)).collect();
+                    relays.sort_unstable();
                     relays.dedup();
                     if !parts.is_empty() {
                         crossings[host as usize][1].push(Crossing { key, parts, ports, relays });
@@ -247,10 +258,11 @@ impl<'a> Emitter<'a> {
         (self.ports.seconds, self.ports.relayed_bytes)
     }
 
-    /// Devices of a holder's host that may relay: not those that want the stretch themselves, and get it anyway.
+    /// Devices of a holder's host that may relay: first those that want the stretch themselves, and get it anyway.
     fn relays(&self, stretch: &Stretch, host: HostId) -> impl Iterator<Item = Rank> + '_ {
-        let wanters = self.demands.set(stretch.wanters);
-        self.problem.topology.ranks_of(host).filter(|r| wanters.binary_search(r).is_err())
+        let wanters = on_host(self.demands.set(stretch.wanters), host, &self.problem.topology);
+        let others = self.problem.topology.ranks_of(host);
+        wanters.iter().copied().chain(others.filter(|r| wanters.binary_search(r).is_err()))
     }
 
     fn ports_of_set(&self, set: RankSet, host: HostId) -> Vec<PortId> {
@@ -331,11 +343,52 @@ impl<'a> Emitter<'a> {
             let entry = self.entry(cell, edge.to);
             let arrived = match since {
                 Some(_) => self.plan.add(tensor, src, entry, region, since.as_slice()),
-                None => self.add_root(tensor, (src, entry), region, cell.lane.map(|l| (l, edge.to))),
+                None => self.add_root(tensor, (src, entry), region, self.lane_to(cell, edge.to, entry)),
             };
             self.has[edge.to as usize] = Has { box_number: self.box_number, first: self.arrivals.len() };
             self.arrivals.push((entry, arrived));
             self.spread_inside(cell, edge.to, entry, arrived, tensor, region);
+        }
+        if self.serves_home {
+            let demands = self.demands;
+            for &host in &demands.remote[cell.key.0 as usize].holders {
+                self.serve_home(cell, host, tensor, region);
+            }
+        }
+    }
+
+    /// Brings a box to those on a holder's host that want it: from the device that relays it, or from a holder.
+    fn serve_home(&mut self, cell: &Cell, host: u32, tensor: u32, region: RegionId) {
+        let (demands, topology) = (self.demands, &self.problem.topology);
+        let wanters = on_host(demands.set(cell.stretch.wanters), HostId(host), topology);
+        let holders = on_host(demands.set(cell.stretch.holders), HostId(host), topology);
+        let (mut from, mut since) = match self.has[host as usize] {
+            h if h.box_number == self.box_number => {
+                let (relay, since) = self.arrivals[h.first];
+                (relay, Some(since))
+            }
+            _ => (holders[self.turn % holders.len()], None),
+        };
+        let relay = from;
+        let first = match since {
+            Some(_) => wanters.partition_point(|&r| r <= relay),
+            None => self.turn % wanters.len().max(1),
+        };
+        for &to in wanters[first..].iter().chain(&wanters[..first]).filter(|&&r| r != relay) {
+            since = Some(match since {
+                Some(_) => self.plan.add(tensor, from, to, region, since.as_slice()),
+                None => self.add_first(tensor, (from, to), region, &[], (4, cell.key.0, host)),
+            });
+            from = to;
+        }
+    }
+
+    /// The lane of a box that leaves a holder. With several ports, boxes for one host enter it at different devices, and
+    /// inside it each goes at its own pace.
+    fn lane_to(&self, cell: &Cell, host: u32, entry: Rank) -> Option<(RouteId, u32)> {
+        match self.many_ports {
+            false => cell.lane.map(|route| (route, host)),
+            true => Some((cell.lane.unwrap_or((5, 0, 0)), entry.0)),
         }
     }
 
@@ -360,7 +413,11 @@ impl<'a> Emitter<'a> {
         let relay = self.relays(cell.stretch, HostId(host)).find(|&r| topology.port(r) == port);
         let relay = relay.expect("only ports with a device that may relay were offered");
         let holder = holders[self.turn % holders.len()];
-        let since = self.plan.add(tensor, holder, relay, region, &[]);
+        // A relay that keeps it, too, has more streams than one to pass on; each at its own pace.
+        let since = match self.demands.set(cell.stretch.wanters).binary_search(&relay) {
+            Ok(_) => self.add_first(tensor, (holder, relay), region, &[], (3, cell.key.0, host)),
+            Err(_) => self.plan.add(tensor, holder, relay, region, &[]),
+        };
         self.has[host as usize] = Has { box_number: self.box_number, first: self.arrivals.len() };
         self.arrivals.push((relay, since));
         (relay, Some(since))
@@ -415,10 +472,27 @@ impl<'a> Emitter<'a> {
         }
     }
 
+    /// What is left to move inside hosts.
+    pub(super) fn local_classes(&self) -> Cow<'a, [Class]> {
+        if !self.serves_home {
+            return Cow::Borrowed(&self.demands.local);
+        }
+        let mut crosses = vec![false; self.demands.items.len()];
+        for &item in self.demands.remote.iter().flat_map(|class| &class.items) {
+            crosses[item as usize] = true;
+        }
+        let left = |class: &Class| {
+            let items: Vec<u32> = class.items.iter().copied().filter(|i| !crosses[*i as usize]).collect();
+            let bytes = items.iter().map(|i| self.demands.items[*i as usize].bytes).sum();
+            Class { bytes, items, ..class.clone() }
+        };
+        self.demands.local.iter().map(left).filter(|class| !class.items.is_empty()).collect()
+    }
+
     /// Emits what moves inside hosts only.
-    pub(super) fn local(&mut self, routes: &[Vec<Route>]) {
+    pub(super) fn local(&mut self, classes: &[Class], routes: &[Vec<Route>]) {
         let demands = self.demands;
-        for (c, (class, routes)) in demands.local.iter().zip(routes).enumerate() {
+        for (c, (class, routes)) in classes.iter().zip(routes).enumerate() {
             let mut row = Row::new(&class.items, 0);
             for (r, route) in routes.iter().enumerate() {
                 let forwards = route.edges.iter().any(|e| e.depth > 0);

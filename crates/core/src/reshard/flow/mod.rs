@@ -104,10 +104,10 @@ impl Flow<'_> {
         emitter.remote(&remote);
 
         let no_loads = vec![0; local_rates.len()];
-        let (local_s, _) = least_time(&out_jobs(&self.demands.local), &local_rates, &no_loads, self.bound_s);
-        let local =
-            routes(&self.demands.local, &local_rates, &no_loads, local_s).expect("the least time is enough");
-        emitter.local(&local);
+        let inside = emitter.local_classes();
+        let (local_s, _) = least_time(&out_jobs(&inside), &local_rates, &no_loads, self.bound_s);
+        let local = routes(&inside, &local_rates, &no_loads, local_s).expect("the least time is enough");
+        emitter.local(&inside, &local);
         let mut plan = emitter.into_plan();
         let depth = deepest(&remote);
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
@@ -231,7 +231,7 @@ fn deepest(routes: &[Vec<Route>]) -> u32 {
 
 /// A chunk that lets the deepest chain fill in a small share of the time: with `n` lanes side by side on a port, a hop's
 /// first chunk takes `n` chunks' time.
-fn fitting_chunk(plan: &Plan) -> u64 {
+pub(crate) fn fitting_chunk(plan: &Plan) -> u64 {
     let topology = &plan.problem.topology;
     let mut port_bytes = vec![0u64; topology.ports.len()];
     let mut side_by_side: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! From the widest tier down to the hosts, every group without a copy gets one from the least busy host outside, and is
-//! served from within after that. Classes are cut into slices, so that the least busy host is not always the same.
+//! served from within after that. Classes are cut into slices, so that the least busy host is not always the same. Who
+//! chose first did not know what the others would need; so every slice may choose again, a few times over.
 
 use std::collections::BTreeMap;
 
@@ -19,6 +20,9 @@ use super::routes::{Edge, Route};
 /// Slices per class, where it is large enough; finer slices share the load more evenly.
 const SLICES: u64 = 16;
 const MIN_SLICE: u64 = 256 << 10;
+/// How often slices choose again, where there are not too many.
+const ROUNDS: u32 = 4;
+const MAX_CHOOSING_AGAIN: usize = 4096;
 
 pub(super) fn tiered_routes(classes: &[Class], problem: &Problem) -> Vec<Vec<Route>> {
     let mut loads = Loads {
@@ -26,7 +30,19 @@ pub(super) fn tiered_routes(classes: &[Class], problem: &Problem) -> Vec<Vec<Rou
         hosts_s: vec![0.0; problem.cluster.hosts.len()],
         groups_s: problem.cluster.tiers.iter().map(|t| vec![0.0; t.groups.len()]).collect(),
     };
-    classes.iter().map(|class| class_routes(class, &mut loads)).collect()
+    let mut routes: Vec<Vec<Route>> = classes.iter().map(|class| class_routes(class, &mut loads)).collect();
+    let mut best = (loads.busiest_s(), routes.clone());
+    let slices: usize = routes.iter().map(Vec::len).sum();
+    let rounds = if slices <= MAX_CHOOSING_AGAIN { ROUNDS } else { 0 };
+    for _ in 0..rounds {
+        for (class, routes) in classes.iter().zip(&mut routes) {
+            routes.iter_mut().for_each(|route| choose_again(class, route, &mut loads));
+        }
+        if loads.busiest_s() < best.0 {
+            best = (loads.busiest_s(), routes.clone());
+        }
+    }
+    best.1
 }
 
 fn class_routes(class: &Class, loads: &mut Loads) -> Vec<Route> {
@@ -34,12 +50,23 @@ fn class_routes(class: &Class, loads: &mut Loads) -> Vec<Route> {
     let cut = |i: u64| (u128::from(class.bytes) * u128::from(i) / u128::from(slices)) as u64;
     (0..slices)
         .map(|i| {
-            let mut tree = Tree { loads, bytes: cut(i + 1) - cut(i), edges: vec![] };
-            let mut have: Vec<(u32, u32)> = class.holders.iter().map(|&h| (h, 0)).collect();
-            tree.serve(&class.receivers, &mut have, tree.loads.problem.cluster.tiers.len());
-            Route { start: cut(i), end: cut(i + 1), edges: tree.edges }
+            let (start, end) = (cut(i), cut(i + 1));
+            Route { start, end, edges: class_tree(class, end - start, loads) }
         })
         .collect()
+}
+
+fn class_tree(class: &Class, bytes: u64, loads: &mut Loads) -> Vec<Edge> {
+    let mut tree = Tree { loads, bytes, edges: vec![] };
+    let mut have: Vec<(u32, u32)> = class.holders.iter().map(|&h| (h, 0)).collect();
+    tree.serve(&class.receivers, &mut have, tree.loads.problem.cluster.tiers.len());
+    tree.edges
+}
+
+fn choose_again(class: &Class, route: &mut Route, loads: &mut Loads) {
+    let bytes = route.end - route.start;
+    route.edges.iter().for_each(|e| loads.add(e.from, e.to, -(bytes as f64)));
+    route.edges = class_tree(class, bytes, loads);
 }
 
 /// Seconds of sending that hosts and groups have been given so far.
@@ -70,14 +97,17 @@ impl Loads<'_> {
         groups.fold(own, f64::max)
     }
 
-    fn add(&mut self, from: u32, to: u32, bytes: u64) {
+    fn busiest_s(&self) -> f64 {
+        self.hosts_s.iter().chain(self.groups_s.iter().flatten()).copied().fold(0.0, f64::max)
+    }
+
+    fn add(&mut self, from: u32, to: u32, bytes: f64) {
         let left: Vec<(usize, u32)> = self.groups_left(from, to).collect();
         for (tier, group) in left {
             let rate = self.problem.cluster.tiers[tier].groups[group as usize].out_bytes_per_s;
-            self.groups_s[tier][group as usize] += bytes as f64 / rate;
+            self.groups_s[tier][group as usize] += bytes / rate;
         }
-        self.hosts_s[from as usize] +=
-            bytes as f64 / self.problem.cluster.hosts[from as usize].out_bytes_per_s();
+        self.hosts_s[from as usize] += bytes / self.problem.cluster.hosts[from as usize].out_bytes_per_s();
     }
 }
 
@@ -110,7 +140,11 @@ impl Tree<'_, '_> {
         let entered = with.len();
         for (i, (group, mut members)) in with.into_iter().chain(without).enumerate() {
             if i >= entered {
-                self.send(members.remove(0), have);
+                // It will have to pass it on to the others.
+                let idle = |h: &u32| self.loads.hosts_s[*h as usize];
+                let first =
+                    (0..members.len()).min_by(|a, b| idle(&members[*a]).total_cmp(&idle(&members[*b])));
+                self.send(members.remove(first.unwrap_or(0)), have);
             }
             let mut inside: Vec<(u32, u32)> =
                 have.iter().copied().filter(|h| group_of(h.0) == group).collect();
@@ -124,7 +158,7 @@ impl Tree<'_, '_> {
         let done = |h: &(u32, u32)| self.loads.done_s(h.0, to, self.bytes);
         let best = have.iter().copied().min_by(|a, b| done(a).total_cmp(&done(b)).then(a.1.cmp(&b.1)));
         let (from, depth) = best.expect("somebody holds every piece");
-        self.loads.add(from, to, self.bytes);
+        self.loads.add(from, to, self.bytes as f64);
         self.edges.push(Edge { from, to, depth });
         have.push((to, depth + 1));
     }

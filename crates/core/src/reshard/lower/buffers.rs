@@ -9,6 +9,9 @@
 //! r1 -> r2   box a        the only reader of a
 //! r0 -> r1   box b        after: the line above, so b takes slot 0 too; without it b would need slot 1
 //! ```
+//!
+//! Parts of a sum are added in list order. A small one that has to wait for its turn lands in a buffer of its own, so
+//! that the times they all travel do not add up too.
 
 use rustc_hash::FxHashMap;
 
@@ -39,6 +42,10 @@ pub struct Combining {
     /// The rank's own part has to be in the buffer first.
     pub copy_own: bool,
     pub reduce: bool,
+    /// The rank's own part is added behind it.
+    pub then_own: bool,
+    /// The staged box that it lands in before its turn comes.
+    pub lands_in: Option<u32>,
 }
 
 /// A part of a box that has to be put together before it can be sent.
@@ -64,6 +71,9 @@ pub struct Buffers {
     /// By transfer; empty if no tensor is a partial sum.
     combining: Vec<Combining>,
 }
+
+/// A part of a sum up to this size does not wait for its turn to be sent: it takes less time to send than to call for.
+const LANDING_BYTES: u64 = 64 << 10;
 
 /// No transfer yet.
 const NOBODY: u32 = u32::MAX;
@@ -114,6 +124,13 @@ impl Buffers {
         Buffer::Stage(self.staged.len() as u32 - 1)
     }
 
+    /// A buffer that one box passes through; its memory is never handed on.
+    fn land(&mut self, bytes: u64) -> u32 {
+        self.stage(bytes);
+        self.staged.last_mut().expect("just staged").handed_on = true;
+        self.staged.len() as u32 - 1
+    }
+
     /// Finds where transfers arrive, and the source of those who read from a shard. Answers the others, whose source
     /// depends on where something arrived.
     fn assign_shards(&mut self, plan: &Plan, all_sides: &AllSides) -> Vec<TransferId> {
@@ -136,7 +153,11 @@ impl Buffers {
             if sides.src.is_partial() {
                 let copy_own = t.reduce && previous.is_none() && sides.src.contains(t.dst, region);
                 let reduce = t.reduce && (previous.is_some() || copy_own);
-                self.combining[i] = Combining { previous: previous.filter(|_| t.reduce), copy_own, reduce };
+                let previous = previous.filter(|_| t.reduce);
+                let then_own = t.then_own && sides.src.contains(t.dst, region);
+                let waits = previous.is_some() && t.bytes <= LANDING_BYTES;
+                let lands_in = waits.then(|| self.land(t.bytes));
+                self.combining[i] = Combining { previous, copy_own, reduce, then_own, lands_in };
                 others.push(id);
             } else if !sides.src.contains(t.src, region) {
                 match sides.dst.contains(t.src, region) {
@@ -201,6 +222,9 @@ impl Buffers {
         for (i, t) in plan.transfers().iter().enumerate() {
             if self.assembled.contains_key(&TransferId::at(i)) {
                 self.give_slot(t.src, self.from[i], None, &mut has_slot);
+            }
+            if let Some(landing) = self.combining(TransferId::at(i)).lands_in {
+                self.give_slot(t.dst, Buffer::Stage(landing), None, &mut has_slot);
             }
             let Buffer::Stage(staged) = self.into[i] else { continue };
             if has_slot[staged as usize] {

@@ -87,7 +87,7 @@ struct Emitter<'a, S> {
     /// By rank: its first ops, which copy what stays; by tensor, and which of `copied`.
     stays: Vec<Vec<(u32, u32)>>,
     /// By transfer: the place of its send among the sender's ops, and of its receive among the receiver's. Known once
-    /// they are emitted, or from `number_ops`.
+    /// they are emitted, or from `number_ops`. Where the receiver's own part is added behind it, that is the place.
     send_ops: Vec<u32>,
     recv_ops: Vec<u32>,
     /// How the transfer at hand waits for each of its `after`.
@@ -127,7 +127,7 @@ impl<S: Sink> Emitter<'_, S> {
         let bytes = region.volume() * self.plan.problem.reshards[tensor as usize].src.layout.dtype().bytes();
         let id = RegionId::at(self.plan.regions().len() + self.copied.len());
         self.copied.push(region);
-        self.push(rank, OpKind::Copy { from, into }, What { tensor, region: id, bytes });
+        self.push(rank, OpKind::Copy { from, into, reduce: false }, What { tensor, region: id, bytes });
     }
 
     /// Adds an op that waits for everything in `deps`.
@@ -158,8 +158,10 @@ impl<S: Sink> Emitter<'_, S> {
             }
             let parts = self.buffers.assembled.get(&id).map_or(0, Vec::len) as u32;
             self.send_ops[id.index()] = place(t.src, parts + 1);
-            let copy = u32::from(self.buffers.combining(id).copy_own);
-            self.recv_ops[id.index()] = place(t.dst, copy + 1);
+            let combining = self.buffers.combining(id);
+            let copies = [combining.copy_own, combining.lands_in.is_some(), combining.then_own];
+            let copies = copies.map(u32::from).iter().sum::<u32>();
+            self.recv_ops[id.index()] = place(t.dst, copies + 1);
         }
     }
 
@@ -176,14 +178,20 @@ impl<S: Sink> Emitter<'_, S> {
         self.waits = waits;
     }
 
-    /// The transfer in `after` that brings the very box, and the last one where several add up to it.
+    /// The transfer in `after` that brings the very box, and the last one where several add up to it; none if that is
+    /// not all yet.
     fn streamed(&self, t: &Transfer) -> Option<TransferId> {
         let brings = |a: &&TransferId| {
             let a = &self.plan.transfers()[a.index()];
             let same = || a.region == t.region || self.plan.region(a) == self.plan.region(t);
             a.dst == t.src && a.tensor == t.tensor && same()
         };
-        self.plan.after(t).iter().filter(brings).max().copied()
+        let last = self.plan.after(t).iter().filter(brings).max().copied();
+        let passes_through = |id: &TransferId| {
+            let combining = self.buffers.combining(*id);
+            !combining.then_own && combining.lands_in.is_none()
+        };
+        last.filter(passes_through)
     }
 
     fn wait_of(&self, t: &Transfer, id: TransferId, streamed: Option<TransferId>) -> Wait {
@@ -281,9 +289,29 @@ impl<S: Sink> Emitter<'_, S> {
         let receives = waits.iter().filter_map(|w| if let Wait::Recv(dep) = w { Some(*dep) } else { None });
         self.deps.extend(receives);
         self.wait_for(combining.copy_own.then(|| place - 1));
-        self.wait_for(combining.previous.map(|p| self.recv_ops[p.index()]));
-        let kind = OpKind::Recv { from: t.src, lane: t.lane, tag: id.0, into, reduce: combining.reduce };
-        self.push(t.dst, kind, What::of(t));
+        let previous = combining.previous.map(|p| self.recv_ops[p.index()]);
+        let recv = |into, reduce| OpKind::Recv { from: t.src, lane: t.lane, tag: id.0, into, reduce };
+        match combining.lands_in.map(|staged| self.buffers.in_program(Buffer::Stage(staged))) {
+            None => {
+                self.wait_for(previous);
+                self.push(t.dst, recv(into, combining.reduce), What::of(t));
+            }
+            Some(landing) => {
+                self.push(t.dst, recv(landing, false), What::of(t));
+                self.wait_for(previous);
+                self.add_behind(id, t, landing, into);
+            }
+        }
+        if combining.then_own {
+            self.add_behind(id, t, Buffer::Src, into);
+        }
+    }
+
+    /// Adds what is in a buffer of the receiver once the transfer has got so far; then it has got that far.
+    fn add_behind(&mut self, id: TransferId, t: &Transfer, from: Buffer, into: Buffer) {
+        self.wait_for([self.recv_ops[id.index()]]);
+        self.recv_ops[id.index()] = self.sink.num_ops(t.dst);
+        self.push(t.dst, OpKind::Copy { from, into, reduce: true }, What::of(t));
     }
 
     /// Puts the receiver's own part of a sum where the others will be added, once the memory is free.
@@ -300,7 +328,7 @@ impl<S: Sink> Emitter<'_, S> {
             let sends = readers.map(|a| Dep { op: self.send_ops[a.index()], kind: DepKind::Done });
             self.deps.extend(sends);
         }
-        self.push(t.dst, OpKind::Copy { from: Buffer::Src, into }, What::of(t));
+        self.push(t.dst, OpKind::Copy { from: Buffer::Src, into, reduce: false }, What::of(t));
     }
 }
 

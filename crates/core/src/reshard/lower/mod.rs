@@ -99,7 +99,9 @@ mod tests {
                 OpKind::Recv { from, tag, into, reduce, .. } => {
                     format!("{from} t{tag} {} {}", if reduce { "+>" } else { "->" }, buffer(into))
                 }
-                OpKind::Copy { from, into } => format!("{} => {}", buffer(from), buffer(into)),
+                OpKind::Copy { from, into, reduce } => {
+                    format!("{} {} {}", buffer(from), if reduce { "+=>" } else { "=>" }, buffer(into))
+                }
                 OpKind::Compute { pass, .. } => format!("pass {pass}"),
             };
             for dep in rank.deps(op) {
@@ -180,8 +182,26 @@ mod tests {
         }
         let program = lower(&plan);
         assert_eq!(show(&program, 1), ["src -> t1 r2"]);
-        assert_eq!(show(&program, 2), ["src => #0", "r0 t0 +> #0 0", "r1 t1 +> #0 1", "#0 -> t2 r3 1 ~2"]);
+        assert_eq!(
+            show(&program, 2),
+            ["src => #0", "r0 t0 +> #0 0", "r1 t1 -> #1", "#1 +=> #0 1 2", "#0 -> t2 r3 1 3"]
+        );
         assert_eq!(show(&program, 3), ["r2 t2 -> dst"]);
+    }
+
+    #[test]
+    fn a_large_part_of_a_sum_waits_for_its_turn() {
+        let mut plan = problem("f32[32768]@A{x:3}(_ | sum x)", "f32[32768]@A{x:3}(_)");
+        whole(&mut plan, 0, 2, &[]);
+        whole(&mut plan, 1, 2, &[]);
+        whole(&mut plan, 2, 0, &[0, 1]);
+        plan.transfer_mut(TransferId(1)).reduce = true;
+        plan.transfer_mut(TransferId(1)).then_own = true;
+        let program = lower(&plan);
+        assert_eq!(
+            show(&program, 2),
+            ["r0 t0 -> dst", "r1 t1 +> dst 0", "src +=> dst 1", "dst -> t2 r0 0 2"]
+        );
     }
 
     #[test]

@@ -1,0 +1,299 @@
+//! The ways to run a case, and the case at another scale.
+//!
+//! Time dilation keeps ratios: with NICs `n` times slower and time running `t` times slower than in the case, tensors
+//! are `t / n` of their size, and every pass and every message takes `t` times as long as it would.
+
+use anyhow::{Context, Result, anyhow, bail};
+use crossmesh_core::cluster::{Cluster, Host};
+use crossmesh_core::reshard::doc::ClusterDoc;
+use crossmesh_core::schedule::{Hop, Name, Placement, Routes, Schedule, Spec, StageCost, generate};
+use crossmesh_core::sim::simulate;
+use crossmesh_core::step::doc::{CrossingDoc, SCHEMA, ScheduleDoc, StepDoc, TimesDoc};
+use crossmesh_core::step::{Step, StepProgram, StepReport, lower_step};
+use crossmesh_core::trace::Link;
+
+use super::Case;
+
+/// A way to run a case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Series {
+    SendRecv,
+    AllGather,
+    Broadcast,
+    Overlap,
+    Eager,
+    MinimalWindow,
+    Signal,
+}
+
+impl Series {
+    pub const ALL: [Series; 7] = [
+        Series::SendRecv,
+        Series::AllGather,
+        Series::Broadcast,
+        Series::Overlap,
+        Series::Eager,
+        Series::MinimalWindow,
+        Series::Signal,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Series::SendRecv => "send/recv",
+            Series::AllGather => "all-gather",
+            Series::Broadcast => "broadcast",
+            Series::Overlap => "overlap",
+            Series::Eager => "eager-1f1b",
+            Series::MinimalWindow => "minimal-window",
+            Series::Signal => "signal",
+        }
+    }
+
+    pub fn about(self) -> &'static str {
+        match self {
+            Series::SendRecv => "1F1B, every tensor by sends and receives, nothing overlaps",
+            Series::AllGather => "1F1B, parts sent and gathered inside the host (Alpa), nothing overlaps",
+            Series::Broadcast => "1F1B, tensors broadcast (AlpaComm), nothing overlaps",
+            Series::Overlap => "1F1B, flow plans beside compute",
+            Series::Eager => "eager-1F1B, flow plans beside compute",
+            Series::MinimalWindow => {
+                "as few microbatches in flight as hide the communication, flow plans beside compute"
+            }
+            Series::Signal => "1F1B, every message one byte: what no communication costs",
+        }
+    }
+
+    pub fn parse(text: &str) -> Result<Self> {
+        let names = Self::ALL.map(Self::name).join(", ");
+        let plain = |s: &str| s.to_lowercase().replace(['-', '/', '_'], "");
+        let found = Self::ALL.into_iter().find(|s| plain(s.name()) == plain(text));
+        found.ok_or_else(|| anyhow!("unknown series `{text}`\nhint: series are {names}"))
+    }
+
+    fn strategy(self) -> &'static str {
+        match self {
+            Series::SendRecv => "sendrecv",
+            Series::AllGather => "allgather",
+            Series::Broadcast => "broadcast:greedy",
+            Series::Overlap | Series::Eager | Series::MinimalWindow | Series::Signal => "flow",
+        }
+    }
+
+    fn overlaps(self) -> bool {
+        !matches!(self, Series::SendRecv | Series::AllGather | Series::Broadcast)
+    }
+
+    fn schedule(self) -> Name {
+        match self {
+            Series::Eager => Name::Eager1F1B,
+            Series::MinimalWindow => Name::MinimalWindow,
+            _ => Name::OneF1B,
+        }
+    }
+}
+
+/// What dims are made multiples of when they are made smaller.
+const EVEN: u64 = 16;
+
+/// How a case is shrunk to what can be run here.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scale {
+    /// The rate of NICs; the case's own without.
+    pub nic_bytes_per_s: Option<f64>,
+    /// Seconds here for a second of the case.
+    pub time: f64,
+}
+
+impl Scale {
+    pub const FULL: Scale = Scale { nic_bytes_per_s: None, time: 1.0 };
+
+    /// Bytes here for a byte of the case.
+    pub fn bytes(&self, case: &Case) -> Result<f64> {
+        let own = case.nic_bytes_per_s()?;
+        Ok(self.nic_bytes_per_s.unwrap_or(own) / own * self.time)
+    }
+}
+
+/// A case run in one way at one scale: the step, its program, and what is expected of it.
+pub struct Specimen {
+    pub doc: StepDoc,
+    pub step: Step,
+    pub lowered: StepProgram,
+    pub predicted: StepReport,
+    /// No step is shorter: the time in which the busiest NIC carries what crosses.
+    pub bandwidth_s: f64,
+}
+
+impl Specimen {
+    pub fn new(case: &Case, series: Series, scale: &Scale) -> Result<Self> {
+        let cluster = cluster(case, scale)?;
+        let crossings = crossings(case, series, scale)?;
+        let times = times(case, scale)?;
+        let ranks: Vec<Vec<u32>> = case.stages.iter().map(|s| s.ranks.clone()).collect();
+        let mut doc = StepDoc {
+            schema: SCHEMA.into(),
+            schedule: ScheduleDoc::new(&bare(case)?),
+            cluster: ClusterDoc::new(&cluster),
+            ranks,
+            times,
+            crossings,
+            overlap: series.overlaps(),
+            lockstep: true,
+            strategy: series.strategy().into(),
+        };
+        // Planned once without passes, to know what the crossings take; the schedule may depend on it.
+        let mut step = doc.to_step()?;
+        let schedule = schedule(case, series, scale, hop_s(&step, case, scale)?)?;
+        doc.schedule = ScheduleDoc::new(&schedule);
+        step.schedule = schedule;
+        let lowered = lower_step(&step)?;
+        let trace = simulate(&lowered.program, &step.cluster)?;
+        let bandwidth_s =
+            trace.links.iter().filter(|l| is_nic(&l.link)).map(|l| l.busy_s()).fold(0.0, f64::max);
+        let predicted = StepReport::of(&step, &lowered, &trace);
+        Ok(Self { doc, step, lowered, predicted, bandwidth_s })
+    }
+}
+
+fn is_nic(link: &Link) -> bool {
+    matches!(link, Link::NicIn(_) | Link::NicOut(_))
+}
+
+fn cluster(case: &Case, scale: &Scale) -> Result<Cluster> {
+    let rate = scale.nic_bytes_per_s.unwrap_or(case.nic_bytes_per_s()?);
+    let host = |devices: &u32| Host {
+        nic_out_bytes_per_s: rate,
+        nic_in_bytes_per_s: rate,
+        ..Host::with_devices(*devices)
+    };
+    Ok(Cluster::of_hosts(case.hosts.iter().map(host).collect()))
+}
+
+fn times(case: &Case, scale: &Scale) -> Result<Vec<TimesDoc>> {
+    let nanos = |seconds: f64| (seconds * scale.time * 1e9).round() as u64;
+    let times = |stage: &super::Stage| {
+        let [f, b, w] = stage.seconds()?;
+        Ok(TimesDoc { f_ns: nanos(f), b_ns: nanos(b), w_ns: nanos(w), optimizer_ns: 0 })
+    };
+    case.stages.iter().map(times).collect()
+}
+
+fn crossings(case: &Case, series: Series, scale: &Scale) -> Result<Vec<CrossingDoc>> {
+    let factor = scale.bytes(case)?;
+    let layout = |text: &str| match series {
+        Series::Signal => signal_layout(text),
+        _ => scaled_layout(text, factor),
+    };
+    let crossing = |c: &super::Crossing| {
+        let name = || format!("crossing `{}`", c.name);
+        Ok(CrossingDoc {
+            name: c.name.clone(),
+            from: c.from,
+            to: c.to,
+            src: layout(&c.src).with_context(name)?,
+            dst: layout(&c.dst).with_context(name)?,
+            made: c.made,
+            needed: c.needed,
+        })
+    };
+    case.crossings.iter().map(crossing).collect()
+}
+
+/// The parts of `f32[8,6]@A{tp:2}=0-1(tp,_)`: dtype, dims, mesh, splits.
+fn parts(text: &str) -> Result<(&str, Vec<u64>, &str, Vec<&str>)> {
+    let parsed: crossmesh_core::layout::Layout = text.parse()?;
+    let cut = || -> Option<(&str, &str, &str)> {
+        let (dtype, rest) = text.trim().split_once('[')?;
+        let (_, rest) = rest.split_once("]@")?;
+        let (mesh, splits) = rest.split_once('(')?;
+        Some((dtype, mesh, splits.strip_suffix(')')?))
+    };
+    let (dtype, mesh, splits) = cut().with_context(|| format!("`{text}` is not in the usual notation"))?;
+    Ok((dtype, parsed.shape().to_vec(), mesh, splits.split(',').map(str::trim).collect()))
+}
+
+/// The same layout with `factor` of the elements: the dims that are split stay as they are.
+fn scaled_layout(text: &str, factor: f64) -> Result<String> {
+    if factor == 1.0 {
+        return Ok(text.into());
+    }
+    let (dtype, mut shape, mesh, splits) = parts(text)?;
+    let whole: Vec<usize> = (0..shape.len()).filter(|i| splits.get(*i) == Some(&"_")).collect();
+    let Some(&last) = whole.last() else {
+        bail!("`{text}` has no dim that is not split, so it cannot be made smaller");
+    };
+    let elements: u64 = whole.iter().map(|i| shape[*i]).product();
+    whole.iter().for_each(|i| shape[*i] = 1);
+    // A multiple, so that what divided the dim before still does: strategies that split tensors evenly depend on it.
+    let wanted = elements as f64 * factor;
+    let unit = if wanted >= 32.0 * EVEN as f64 { EVEN } else { 1 };
+    shape[last] = ((wanted / unit as f64).round() as u64).max(1) * unit;
+    let shape: Vec<String> = shape.iter().map(ToString::to_string).collect();
+    Ok(format!("{dtype}[{}]@{mesh}({})", shape.join(","), splits.join(",")))
+}
+
+/// One byte, on every device of the mesh.
+fn signal_layout(text: &str) -> Result<String> {
+    let (_, _, mesh, _) = parts(text)?;
+    Ok(format!("u8[1]@{mesh}(_)"))
+}
+
+/// A schedule without passes, for a step that is only planned.
+fn bare(case: &Case) -> Result<Schedule> {
+    let stages = case.stages.len() as u32;
+    let placement = Placement::linear(stages)?;
+    let devices = vec![vec![]; case.stages.len()];
+    Ok(Schedule::new("none", placement, Routes::model_order(case.stages.len()), case.microbatches, devices)?)
+}
+
+/// What the tensors of the slowest edge take, one way, beyond what is hidden inside the passes that make and need them.
+fn hop_s(step: &Step, case: &Case, scale: &Scale) -> Result<f64> {
+    let mut slowest: f64 = 0.0;
+    for from in 0..case.stages.len().saturating_sub(1) as u32 {
+        let mut crossings: Vec<_> = step.crossings.iter().filter(|c| c.edge.from.0 == from).collect();
+        crossings.sort_by(|a, b| a.made.total_cmp(&b.made));
+        let f_s = case.stages[from as usize].seconds()?[0] * scale.time;
+        let mut free_at = 0.0;
+        for crossing in crossings {
+            let trace = simulate(&crossmesh_core::reshard::lower(&crossing.forward), &step.cluster)?;
+            free_at = f64::max(free_at, crossing.made * f_s) + trace.makespan_s;
+        }
+        slowest = slowest.max(free_at - f_s);
+    }
+    Ok(slowest.max(0.0))
+}
+
+fn schedule(case: &Case, series: Series, scale: &Scale, hop_s: f64) -> Result<Schedule> {
+    let work = |stage: &super::Stage| {
+        let [f, b, w] = stage.seconds()?;
+        Ok(StageCost::new(f * scale.time, b * scale.time, w * scale.time))
+    };
+    let spec = Spec {
+        work: case.stages.iter().map(work).collect::<Result<_>>()?,
+        hop: Hop::both(hop_s),
+        ..Spec::even(case.stages.len() as u32, case.microbatches)
+    };
+    Ok(generate(series.schedule(), &spec)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts_shrink_where_they_are_whole() {
+        let layout = "f16[16,1024,2560]@S0{dp:2,op:2}=0-3(dp,_,_)";
+        assert_eq!(scaled_layout(layout, 0.004).unwrap(), "f16[16,1,10480]@S0{dp:2,op:2}=0-3(dp,_,_)");
+        assert_eq!(signal_layout(layout).unwrap(), "u8[1]@S0{dp:2,op:2}=0-3(_)");
+        assert!(scaled_layout("f16[16]@A{dp:2}=0-1(dp)", 0.5).unwrap_err().to_string().contains("not split"));
+    }
+
+    #[test]
+    fn series_are_known_by_name() {
+        for series in Series::ALL {
+            assert_eq!(Series::parse(series.name()).unwrap(), series);
+        }
+        assert_eq!(Series::parse("sendrecv").unwrap(), Series::SendRecv);
+        assert!(Series::parse("magic").unwrap_err().to_string().contains("series are send/recv"));
+    }
+}

@@ -1,0 +1,193 @@
+//! The report of whole training steps: a bar per series, and a timeline each.
+
+use std::fmt::Write as _;
+
+use crossmesh_core::units::Seconds;
+
+use crate::commands::bench::pipeline::{Bar, CaseResult, Results, SeriesResult, Timeline};
+
+use super::{Page, card, escape, ticks};
+
+const LEFT: f64 = 120.0;
+const WIDTH: f64 = 860.0;
+const BAR: f64 = 17.0;
+const ROW: f64 = 16.0;
+const LANE: f64 = 12.0;
+
+/// The page. `provenance` is the footer: command and version.
+pub fn render(results: &Results, provenance: Vec<String>) -> String {
+    let mut body = String::from(
+        "<p class=\"note\">Compute is virtual: every pass is a timed wait of a stated length. Where times are measured, \
+         processes, bytes and shaped NICs are real. All times are in the case's own seconds.</p>\n",
+    );
+    for case in &results.cases {
+        body += &render_case(case);
+    }
+    Page {
+        title: format!("Training steps, suite {}", results.suite),
+        subtitle: escape(&results.about),
+        body,
+        data: serde_json::to_value(results).unwrap_or_default(),
+        footer: provenance,
+    }
+    .render()
+}
+
+fn render_case(case: &CaseResult) -> String {
+    let mut html =
+        format!("<h2>{}</h2>\n<p class=\"note\">{}</p>\n", escape(&case.name), escape(&case.about));
+    html += &figures(case);
+    let _ = writeln!(html, "<div class=\"panel\">\n{}</div>", bars(case));
+    html += "<p class=\"note\">Predicted timelines: a row per device, F dark, B and W lighter, the bubble left white; below \
+             it what was under way between stages, activations and gradients.</p>\n";
+    for series in &case.series {
+        let _ = writeln!(
+            html,
+            "<h3>{}</h3>\n<p class=\"note\">{}</p>\n<div class=\"panel\">\n{}</div>",
+            escape(series.series),
+            escape(series.about),
+            timeline(&series.timeline)
+        );
+    }
+    html
+}
+
+fn figures(case: &CaseResult) -> String {
+    use crate::pipeline::Series;
+    let mut cards = String::new();
+    if let (Some(ours), Some(signal)) = (case.of(Series::MinimalWindow), case.of(Series::Signal)) {
+        let over = ours.seconds() / signal.seconds().max(ours.bandwidth_s);
+        let class = if over <= 1.03 { "good" } else { "" };
+        cards += &card(&format!("{over:.3} ×"), "of what nothing can beat: minimal-window", class);
+    }
+    if let (Some(ours), Some(alpa)) = (case.of(Series::MinimalWindow), case.of(Series::AllGather)) {
+        let gain = 100.0 * (alpa.seconds() / ours.seconds() - 1.0);
+        let paper =
+            if case.paper.is_empty() { String::new() } else { format!(" (the paper: {})", case.paper) };
+        cards += &card(&format!("{gain:+.0} %"), &format!("over all-gather{paper}"), "");
+    }
+    format!("<div class=\"cards\">\n{cards}</div>\n")
+}
+
+/// Predicted above measured, for every series.
+fn bars(case: &CaseResult) -> String {
+    let longest = case.series.iter().map(|s| s.predicted_s.max(s.seconds())).fold(1e-9, f64::max);
+    let per_series = 2.0 * BAR + 8.0;
+    let height = per_series * case.series.len() as f64 + 24.0;
+    let x = |seconds: f64| LEFT + (WIDTH - LEFT - 140.0) * seconds / longest;
+    let mut svg = format!(
+        "<svg viewBox=\"0 0 {WIDTH} {height}\" width=\"100%\" role=\"img\" aria-label=\"step times by series\">\n"
+    );
+    for (i, s) in case.series.iter().enumerate() {
+        let y = i as f64 * per_series + 4.0;
+        let _ = writeln!(
+            svg,
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\" class=\"label\">{}</text>",
+            LEFT - 8.0,
+            y + BAR,
+            escape(s.series)
+        );
+        svg += &bar(s, s.predicted_s, "predicted", y, &x, "#9db7d5");
+        if let Some(median) = s.median_s {
+            svg += &bar(s, median, "measured", y + BAR, &x, "#2f6db3");
+        }
+    }
+    svg + "</svg>\n"
+}
+
+fn bar(s: &SeriesResult, seconds: f64, what: &str, y: f64, x: &dyn Fn(f64) -> f64, colour: &str) -> String {
+    format!(
+        "<rect x=\"{LEFT}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{colour}\"><title>{} {what}: {}</title></rect>\
+         <text x=\"{:.1}\" y=\"{:.1}\" class=\"value\">{} {what}</text>\n",
+        x(seconds) - LEFT,
+        BAR - 2.0,
+        escape(s.series),
+        Seconds(seconds),
+        x(seconds) + 5.0,
+        y + BAR - 5.0,
+        Seconds(seconds)
+    )
+}
+
+fn colour(kind: &str) -> &'static str {
+    match kind {
+        "F" => "#2f6db3",
+        "B" => "#d98032",
+        "W" => "#e9c46a",
+        "BW" => "#d9a032",
+        "act" => "#7aa6d8",
+        "grad" => "#e3a579",
+        _ => "#999999",
+    }
+}
+
+fn timeline(timeline: &Timeline) -> String {
+    let end = timeline.step_s.max(1e-12);
+    let x = |seconds: f64| LEFT + (WIDTH - LEFT - 10.0) * seconds / end;
+    let height = ROW * timeline.devices.len() as f64 + LANE * timeline.crossings.len() as f64 + 26.0;
+    let mut svg = format!(
+        "<svg viewBox=\"0 0 {WIDTH} {height}\" width=\"100%\" role=\"img\" aria-label=\"timeline\">\n"
+    );
+    let mut y = 2.0;
+    for (device, passes) in timeline.devices.iter().enumerate() {
+        let _ = writeln!(
+            svg,
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\" class=\"label\">stage {device}</text>",
+            LEFT - 8.0,
+            y + ROW - 4.0
+        );
+        for pass in passes {
+            svg += &block(pass, y, ROW - 2.0, &x);
+        }
+        y += ROW;
+    }
+    for (name, bars) in &timeline.crossings {
+        let _ = writeln!(
+            svg,
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\" class=\"label\" style=\"font-size:9px\">{}</text>",
+            LEFT - 8.0,
+            y + LANE - 1.0,
+            escape(name)
+        );
+        for bar in bars {
+            svg += &block(bar, y, LANE - 2.0, &x);
+        }
+        y += LANE;
+    }
+    for tick in ticks(end, 8) {
+        let _ = writeln!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" class=\"label\">{}</text>",
+            x(tick),
+            y + 14.0,
+            Seconds(tick)
+        );
+    }
+    svg + "</svg>\n"
+}
+
+fn block(bar: &Bar, y: f64, height: f64, x: &dyn Fn(f64) -> f64) -> String {
+    let (left, right) = (x(bar.start_s), x(bar.end_s));
+    let width = (right - left).max(0.2);
+    let mut svg = format!(
+        "<rect x=\"{left:.2}\" y=\"{y:.1}\" width=\"{:.2}\" height=\"{height:.1}\" fill=\"{}\"><title>{} {} from {} to {}</title></rect>",
+        (width - 0.15).max(0.15),
+        colour(bar.kind),
+        bar.kind,
+        bar.microbatch,
+        Seconds(bar.start_s),
+        Seconds(bar.end_s)
+    );
+    let letters = bar.kind.len() as f64 + f64::from(bar.microbatch).log10().max(0.0).floor() + 1.0;
+    if width > 5.5 * letters + 2.0 && height > 10.0 {
+        let _ = write!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" style=\"font-size:8px;fill:white\">{}{}</text>",
+            left + width / 2.0,
+            y + height - 4.0,
+            bar.kind,
+            bar.microbatch
+        );
+    }
+    svg + "\n"
+}

@@ -1,0 +1,125 @@
+//! The document `crossmesh.schedule/1`.
+
+use crossmesh_core::id::DeviceId;
+use crossmesh_core::schedule::Via;
+use serde::Serialize;
+
+use super::Timetable;
+
+/// Times are in the unit of the costs.
+#[derive(Debug, Serialize)]
+pub struct Document<'a> {
+    schema: &'static str,
+    name: &'a str,
+    microbatches: u32,
+    /// The most stages that a device holds.
+    chunks: usize,
+    makespan: f64,
+    /// The share of all devices' time in which nothing is computed.
+    bubble: f64,
+    devices: Vec<Device>,
+    /// What takes time between devices.
+    messages: Vec<MessageDoc>,
+}
+
+#[derive(Debug, Serialize)]
+struct Device {
+    device: u32,
+    /// The virtual stages it holds.
+    stages: Vec<u32>,
+    busy: f64,
+    bubble: f64,
+    /// In activations of one stage.
+    peak_activations: f64,
+    /// In activations of the device's whole share of the layers.
+    peak_memory: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peak_bytes: Option<f64>,
+    ops: Vec<Op>,
+}
+
+#[derive(Debug, Serialize)]
+struct Op {
+    op: &'static str,
+    stage: u32,
+    chunk: u32,
+    microbatch: u32,
+    start: f64,
+    end: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct MessageDoc {
+    what: &'static str,
+    from_device: u32,
+    to_device: u32,
+    from_stage: u32,
+    to_stage: u32,
+    microbatch: u32,
+    start: f64,
+    end: f64,
+}
+
+pub fn document(table: &Timetable) -> Document<'_> {
+    let schedule = &table.schedule;
+    Document {
+        schema: "crossmesh.schedule/1",
+        name: schedule.name(),
+        microbatches: schedule.num_microbatches(),
+        chunks: schedule.placement().num_chunks(),
+        makespan: table.timed.makespan,
+        bubble: table.timed.bubble(),
+        devices: schedule.placement().devices().map(|d| device(table, d)).collect(),
+        messages: messages(table),
+    }
+}
+
+fn device(table: &Timetable, device: DeviceId) -> Device {
+    let (schedule, d) = (&table.schedule, device.index());
+    let placement = schedule.placement();
+    let passes = schedule.devices()[d].iter().zip(&table.timed.spans[d]);
+    let op = |(pass, span): (&crossmesh_core::schedule::Pass, &crossmesh_core::schedule::Span)| Op {
+        op: pass.kind.letters(),
+        stage: pass.stage.0,
+        chunk: placement.chunk(pass.stage),
+        microbatch: pass.microbatch.0,
+        start: span.start,
+        end: span.end,
+    };
+    Device {
+        device: device.0,
+        stages: placement.stages_on(device).iter().map(|s| s.0).collect(),
+        busy: table.timed.busy[d],
+        bubble: table.timed.device_bubble(device),
+        peak_activations: table.peaks[d],
+        peak_memory: table.shares[d],
+        peak_bytes: table.bytes.as_ref().map(|bytes| bytes[d]),
+        ops: passes.map(op).collect(),
+    }
+}
+
+fn messages(table: &Timetable) -> Vec<MessageDoc> {
+    let doc = |message: &crossmesh_core::schedule::Message| {
+        let (what, from_stage, to_stage) = match message.via {
+            Via::Activation(edge) => ("activation", edge.from, edge.to),
+            Via::Gradient(edge) => ("gradient", edge.to, edge.from),
+            Via::Own | Via::Vocabulary => return None,
+        };
+        Some(MessageDoc {
+            what,
+            from_device: message.from.0,
+            to_device: message.to.0,
+            from_stage: from_stage.0,
+            to_stage: to_stage.0,
+            microbatch: message.microbatch.0,
+            start: message.span.start,
+            end: message.span.end,
+        })
+    };
+    let mut messages: Vec<MessageDoc> = table.timed.messages.iter().filter_map(doc).collect();
+    messages.sort_by(|a, b| {
+        let key = |m: &MessageDoc| (m.from_stage, m.to_stage, m.microbatch);
+        a.start.total_cmp(&b.start).then(key(a).cmp(&key(b)))
+    });
+    messages
+}

@@ -1,0 +1,113 @@
+//! A schedule with its times and everything that is shown of it.
+
+pub mod chrome;
+pub mod doc;
+pub mod draw;
+
+use anyhow::{Context, Result};
+use crossmesh_core::id::DeviceId;
+use crossmesh_core::schedule::memory::{Level, peaks, timeline};
+use crossmesh_core::schedule::{Costs, Footprint, Schedule, Timed, check, time};
+
+/// A schedule that was checked, and when everything happens.
+pub struct Timetable {
+    pub schedule: Schedule,
+    pub timed: Timed,
+    /// The most activations of a stage that each device holds at once.
+    pub peaks: Vec<f64>,
+    /// The same, in activations of a device's whole share of the layers.
+    pub shares: Vec<f64>,
+    /// The same in bytes, where it is known what an activation weighs.
+    pub bytes: Option<Vec<f64>>,
+}
+
+impl Timetable {
+    /// `activation_bytes` holds a number for all stages, for each device's whole share, or for each stage.
+    pub fn new(schedule: Schedule, costs: &Costs, activation_bytes: &[u64]) -> Result<Self> {
+        check(&schedule).with_context(|| format!("{} cannot be run", schedule.name()))?;
+        let timed = time(&schedule, costs)?;
+        let placement = schedule.placement();
+        let held = |footprint: &Footprint| {
+            peaks(&schedule, &timed, footprint).iter().map(|peak| peak.amount).collect::<Vec<_>>()
+        };
+        let bytes = stage_bytes(&schedule, activation_bytes)?.map(|bytes| held(&Footprint::bytes(bytes)));
+        let (units, shares) = (held(&Footprint::units(placement)), held(&Footprint::shares(placement)));
+        Ok(Self { peaks: units, shares, bytes, schedule, timed })
+    }
+
+    pub fn makespan(&self) -> f64 {
+        self.timed.makespan
+    }
+
+    /// Nothing is shorter: the busiest device without a pause.
+    pub fn ideal(&self) -> f64 {
+        self.timed.busy.iter().copied().fold(0.0, f64::max)
+    }
+
+    /// The most that any device holds, in shares, and which one.
+    pub fn highest(&self) -> (f64, DeviceId) {
+        let all = self.shares.iter().enumerate().map(|(d, share)| (*share, DeviceId::at(d)));
+        all.fold((0.0, DeviceId(0)), |best, next| if next.0 > best.0 { next } else { best })
+    }
+
+    /// Every device's memory over time, in shares.
+    pub fn memory(&self) -> Vec<Vec<Level>> {
+        timeline(&self.schedule, &self.timed, &Footprint::shares(self.schedule.placement()))
+    }
+
+    /// `4 stages, 2 chunks each, 8 microbatches`.
+    pub fn size(&self) -> String {
+        let (placement, count) = (self.schedule.placement(), crate::output::count);
+        let stages = count(placement.num_devices(), "stage");
+        let chunks = match placement.num_chunks() {
+            1 => String::new(),
+            n => format!("{n} chunks each, "),
+        };
+        format!("{stages}, {chunks}{}", count(self.schedule.num_microbatches() as usize, "microbatch"))
+            .replace("microbatchs", "microbatches")
+    }
+}
+
+fn stage_bytes(schedule: &Schedule, given: &[u64]) -> Result<Option<Vec<u64>>> {
+    let placement = schedule.placement();
+    let (stages, devices) = (placement.num_stages(), placement.num_devices());
+    let chunks = |stage| placement.stages_on(placement.device(stage)).len() as u64;
+    let bytes: Vec<u64> = match given.len() {
+        0 => return Ok(None),
+        1 => placement.stages().map(|stage| given[0] / chunks(stage)).collect(),
+        n if n == stages => given.to_vec(),
+        n if n == devices => {
+            placement.stages().map(|s| given[placement.device(s).index()] / chunks(s)).collect()
+        }
+        n => anyhow::bail!(
+            "{n} sizes of activations fit neither {devices} devices nor {stages} stages\nhint: give one for all, one for each device or one for each stage"
+        ),
+    };
+    Ok(Some(bytes))
+}
+
+/// A number without needless digits: `33`, `28.5`, `947.5`, `0.0625`.
+pub fn number(value: f64) -> String {
+    let text = format!("{value:.4}");
+    let text = text.trim_end_matches('0').trim_end_matches('.');
+    if text.is_empty() || text == "-0" { "0".into() } else { text.into() }
+}
+
+/// A share as a percentage: `27.3 %`.
+pub fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short() {
+        assert_eq!(
+            [33.0, 28.5, 0.0625, 0.1 + 0.2, 0.0, 1e-9].map(number),
+            ["33", "28.5", "0.0625", "0.3", "0", "0"]
+        );
+        assert_eq!(percent(3.0 / 11.0), "27.3 %");
+    }
+}
