@@ -4,6 +4,9 @@
 //! and large ones where no link carries more than it must. A cluster that says nothing of latency is taken to have some:
 //! without any, nothing would speak for few steps. Beside that, every message takes a rank some time to handle: with
 //! many ranks, few messages win over few steps.
+//!
+//! No plan is faster than its busiest link and its longest chain of messages allow. Whoever cannot be faster than the
+//! best so far by that count is not simulated, and what is too large to simulate in passing is judged by it alone.
 
 use super::algorithm::{Algorithm, Blocks, Variant, doubling, exchange};
 use super::shape::{Shape, Team};
@@ -11,7 +14,7 @@ use super::{Call, Collective, CollectiveError};
 use crate::cluster::{Cluster, Topology};
 use crate::reshard::problem::Hosts;
 use crate::reshard::strategy::MIN_CHUNK_BYTES;
-use crate::reshard::{Plan, PlanError, PlanOptions, Problem, Strategy, fitting_chunk, lower};
+use crate::reshard::{Plan, PlanError, PlanOptions, Problem, Strategy, fitting_chunk, lower, lower_bound};
 use crate::sim::simulate;
 use crate::units::Seconds;
 
@@ -21,8 +24,15 @@ const HANDLING_S: f64 = 3e-6;
 /// From host to host over TCP, and from process to process inside one, where the cluster does not say.
 const ASSUMED_LATENCY_S: f64 = 30e-6;
 const ASSUMED_LOCAL_LATENCY_S: f64 = 10e-6;
-/// Plans with more transfers than this are not made in order to be compared.
-const MAX_COMPARED_TRANSFERS: usize = 100_000;
+/// Plans with more transfers than this are judged without simulating them, or not even made.
+const MAX_SIMULATED_TRANSFERS: usize = 20_000;
+const MAX_COMPARED_TRANSFERS: usize = 300_000;
+/// How much longer than its busiest link and its longest chain a plan takes that was not simulated.
+const UNSIMULATED: f64 = 1.1;
+/// A plan this close to the bound is not worth a search.
+const CLOSE_ENOUGH: f64 = 1.02;
+/// With more ranks than this the reshard planner is not asked: it searches for longer than it saves.
+const MAX_FLOW_RANKS: usize = 64;
 
 /// What a user may set.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
@@ -111,22 +121,65 @@ impl<'a> Planner<'a> {
         if self.calls.iter().any(Call::has_rows) {
             return self.forced(Algorithm::Direct);
         }
-        let mut candidates: Vec<Candidate> = vec![];
-        let able: Vec<Algorithm> =
-            Algorithm::CONCRETE.into_iter().filter(|a| self.is_worth_a_try(*a)).collect();
-        for algorithm in able {
-            let small = |variant: &Variant| self.num_transfers(*variant) <= MAX_COMPARED_TRANSFERS;
-            let variants = algorithm.variants().into_iter().filter(small);
-            candidates.extend(variants.map(|variant| self.candidate(self.build(variant))));
-            if algorithm == Algorithm::Flow {
-                candidates.push(self.candidate(self.flow()?));
+        let able = Algorithm::CONCRETE.into_iter().filter(|a| self.is_worth_a_try(*a));
+        let small = |variant: &Variant| self.num_transfers(*variant) <= MAX_COMPARED_TRANSFERS;
+        let variants = able.flat_map(Algorithm::variants).filter(small);
+        let mut plans: Vec<(f64, Plan)> =
+            variants.map(|v| self.build(v)).map(|plan| (self.least_s(&plan), plan)).collect();
+        plans.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut compared: Vec<Candidate> = vec![];
+        for (least_s, plan) in plans {
+            if compared.iter().all(|c| least_s < c.seconds()) {
+                compared.push(self.candidate(plan));
             }
         }
-        let times: Vec<String> = candidates.iter().map(Candidate::describe).collect();
-        let Some(best) = best(candidates) else { return self.forced(Algorithm::Ring) };
+        if self.flow_may_win(&compared)? {
+            compared.push(self.candidate(self.flow()?));
+        }
+        let times: Vec<String> = compared.iter().map(Candidate::describe).collect();
+        let Some(best) = best(compared) else { return self.forced(Algorithm::Ring) };
         let mut plan = best.plan;
         plan.reasons.insert(0, format!("{} is predicted to be fastest: {}", plan.strategy, times.join(", ")));
         Ok(plan)
+    }
+
+    /// Whether the reshard planner could find something faster, and can be asked.
+    fn flow_may_win(&self, compared: &[Candidate]) -> Result<bool, CollectiveError> {
+        let ranks: usize = self.calls.iter().map(|c| c.group.len()).sum();
+        if ranks > MAX_FLOW_RANKS || !self.is_worth_a_try(Algorithm::Flow) {
+            return Ok(false);
+        }
+        let bound_s = lower_bound(&self.problem)?.seconds;
+        let least_s = bound_s + self.compared_on.local_latency_s.min(self.compared_on.latency_s);
+        Ok(compared.iter().all(|c| c.seconds() > CLOSE_ENOUGH * least_s))
+    }
+
+    /// What a plan takes at least: its busiest link or its longest chain of messages, and its busiest rank's ops.
+    fn least_s(&self, plan: &Plan) -> f64 {
+        let (topology, cluster) = (&plan.problem.topology, &self.compared_on);
+        let (ports, ranks) = (topology.ports.len(), topology.num_ranks());
+        let mut busy_s = vec![0.0f64; 2 * (ports + ranks)];
+        let mut arrives_s = Vec::with_capacity(plan.transfers().len());
+        let mut ops = vec![0u32; ranks];
+        for t in plan.transfers() {
+            let start = plan.after(t).iter().map(|a| arrives_s[a.index()]).fold(0.0, f64::max);
+            let bytes = t.bytes as f64;
+            if topology.same_host(t.src, t.dst) {
+                let rate = cluster.hosts[topology.host(t.src).index()].local_bytes_per_s;
+                busy_s[2 * (ports + t.src.index())] += bytes / rate;
+                busy_s[2 * (ports + t.dst.index()) + 1] += bytes / rate;
+                arrives_s.push(start + cluster.local_latency_s);
+            } else {
+                let (from, to) = (topology.port(t.src).index(), topology.port(t.dst).index());
+                busy_s[2 * from] += bytes / topology.ports[from].out_bytes_per_s;
+                busy_s[2 * to + 1] += bytes / topology.ports[to].in_bytes_per_s;
+                arrives_s.push(start + cluster.latency_s);
+            }
+            ops[t.src.index()] += 1;
+            ops[t.dst.index()] += 1;
+        }
+        let longest = busy_s.into_iter().chain(arrives_s).fold(0.0, f64::max);
+        longest + f64::from(ops.into_iter().max().unwrap_or(0)) * HANDLING_S
     }
 
     /// About how many transfers a variant has.
@@ -154,6 +207,9 @@ impl<'a> Planner<'a> {
     }
 
     fn candidate(&self, plan: Plan) -> Candidate {
+        if plan.transfers().len() > MAX_SIMULATED_TRANSFERS {
+            return Candidate { predicted_s: UNSIMULATED * self.least_s(&plan), handling_s: 0.0, plan };
+        }
         let program = lower(&plan);
         let trace = simulate(&program, &self.compared_on);
         let ops = program.ranks.iter().map(|r| r.ops.len()).max().unwrap_or(0);
