@@ -1,0 +1,3 @@
+//! Composes: kernels, layers, models and optimizers behind one seam, the stage.
+
+pub mod kernels;
