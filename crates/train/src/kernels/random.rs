@@ -140,10 +140,8 @@ mod tests {
         let stream = Stream::new(9, 8, 7);
         for first in [0, 5, u64::from(u32::MAX) - 3] {
             let side_by_side = stream.blocks::<8>(first);
-            for i in 0..8 {
-                let block = stream.block(first + i as u64);
-                assert_eq!(block, std::array::from_fn(|j| side_by_side[j][i]));
-            }
+            let block = |i: usize| std::array::from_fn(|j| side_by_side[j][i]);
+            (0..8).for_each(|i| assert_eq!(stream.block(first + i as u64), block(i)));
         }
     }
 

@@ -14,6 +14,9 @@ impl<T: Scalar> Cpu<T> {
     }
 
     pub(super) fn sum_of_rows(&self, size: Rows, x: &[T], sums: &mut [T]) {
+        if size.is_empty() {
+            return;
+        }
         let cols = cut(size.cols, self.threads.count(), 16);
         let parts = tiles(&mut sums[..size.cols], size.cols, &cut(1, 1, 1), &cols);
         self.threads.each(cols.iter().zip(parts), |(cols, mut part)| {

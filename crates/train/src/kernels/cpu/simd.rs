@@ -128,7 +128,7 @@ mod tests {
     fn sums_and_maxima_of_every_length() {
         for len in 0..70 {
             let x: Vec<f64> = (0..len).map(|i| f64::from(i * 7 % 11) - 5.0).collect();
-            let y: Vec<f64> = (0..len).map(|i| f64::from(i)).collect();
+            let y: Vec<f64> = (0..len).map(f64::from).collect();
             let (s, d, m) = all(&x, &y);
             assert_eq!(s, x.iter().sum::<f64>());
             assert_eq!(d, x.iter().zip(&y).map(|(x, y)| x * y).sum::<f64>());

@@ -142,6 +142,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "overlap")]
     fn refuses_overlapping_tiles() {
-        tiles(&mut [0; 6], 3, &[0..2], &[0..2, 1..3]);
+        tiles(&mut [0; 6], 3, &cut(2, 1, 1), &[0..2, 1..3]);
     }
 }
