@@ -16,6 +16,7 @@ pub mod group;
 pub mod kernels;
 pub mod layers;
 pub mod models;
+pub mod optim;
 pub mod parameter;
 pub mod place;
 pub mod stage;
