@@ -21,6 +21,7 @@ use crate::group::Group;
 use crate::kernels::scalar::Scalar;
 use crate::kernels::{Buffer, Kernels};
 use crate::layers::{Ctx, Elements, Mode, Remembered, Saved};
+use crate::models::ConfigError;
 use crate::parameter::{Parameter, Parameters};
 use crate::place::{Place, shard_dims};
 use crate::stage::{
@@ -140,6 +141,10 @@ pub trait Unit<K: Kernels>: Send {
 /// A model: units in order.
 pub trait Model<K: Kernels> {
     fn num_units(&self) -> usize;
+    /// Whether the model can be set up so.
+    fn check(&self, _setup: &Setup) -> Result<(), ConfigError> {
+        Ok(())
+    }
     /// What a unit needs and makes; known without making it.
     fn interface(&self, unit: usize) -> Interface;
     /// Makes a unit, declaring its weights.
@@ -224,7 +229,8 @@ impl<K: Kernels> Chain<K> {
         kernels: Arc<K>,
         tp: Arc<dyn Group<K::Buf>>,
         setup: Setup,
-    ) -> Self {
+    ) -> Result<Self, ConfigError> {
+        model.check(&setup)?;
         assert_eq!(tp.size(), setup.place.tp().size, "ranks along tp");
         assert!(range.end <= model.num_units(), "{range:?} of {} units", model.num_units());
         let place = setup.place.clone();
@@ -243,7 +249,7 @@ impl<K: Kernels> Chain<K> {
             Shape::Ids { classes, .. } => Some(*classes),
             _ => None,
         });
-        Self {
+        Ok(Self {
             kernels,
             tp,
             units,
@@ -255,7 +261,7 @@ impl<K: Kernels> Chain<K> {
             setup,
             held: BTreeMap::new(),
             live: Live::default(),
-        }
+        })
     }
 
     fn ctx<'a>(&'a self, microbatch: Microbatch, params: &'a K::Buf, mode: Mode) -> Ctx<'a, K> {

@@ -6,6 +6,7 @@
 //! group ([`region`]).
 
 pub mod attention;
+pub mod branch;
 pub mod conv;
 pub mod linear;
 pub mod mlp;

@@ -1,6 +1,7 @@
 //! The built-in models: lists of units that [`crate::chain`] cuts into stages.
 
 pub mod gpt;
+pub mod unet;
 
 /// A model that cannot be built.
 #[derive(Debug, thiserror::Error, PartialEq)]
@@ -10,7 +11,7 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    fn new(key: &'static str, value: impl ToString, reason: impl ToString, hint: impl ToString) -> Self {
+    pub fn new(key: &'static str, value: impl ToString, reason: impl ToString, hint: impl ToString) -> Self {
         let (value, reason, hint) = (value.to_string(), reason.to_string(), hint.to_string());
         Self::Value { key, value, reason, hint }
     }

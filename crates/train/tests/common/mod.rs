@@ -116,7 +116,7 @@ fn ranks(model: &dyn Model<Cpu<f64>>, job: &Job, spec: &StageSpec) -> Vec<RankSt
             seed: SEED,
         };
         let tp: Arc<dyn Group<Buf>> = group.clone();
-        let chain = Chain::new(model, spec.units.clone(), Arc::new(Cpu::new(1)), tp, setup);
+        let chain = Chain::new(model, spec.units.clone(), Arc::new(Cpu::new(1)), tp, setup).unwrap();
         let params = initial::<f64>(chain.parameters(), place.coord(), SEED);
         let grads = vec![0.0; params.len()].into();
         RankStage { chain, group, place, params: params.into(), grads }
@@ -322,7 +322,7 @@ impl Single {
     pub fn new(model: &dyn Model<Cpu<f64>>, samples: usize) -> Self {
         let group = in_process::<f64>(1).remove(0);
         let setup = Setup::alone(samples, SEED);
-        let chain = Chain::new(model, 0..model.num_units(), Arc::new(Cpu::new(1)), group, setup);
+        let chain = Chain::new(model, 0..model.num_units(), Arc::new(Cpu::new(1)), group, setup).unwrap();
         let params = initial::<f64>(chain.parameters(), &[0, 0], SEED);
         Self { chain, params: params.into() }
     }

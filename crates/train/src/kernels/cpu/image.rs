@@ -12,6 +12,9 @@ impl<T: Scalar> Cpu<T> {
         let x = &x[first * image..][..conv.samples * image];
         let out_row = conv.out_width() * size.cols;
         assert_eq!(y.len(), size.len());
+        if size.is_empty() {
+            return;
+        }
         self.threads.each(y.chunks_exact_mut(out_row).enumerate(), |(row, y)| {
             let (sample, oy) = (row / conv.out_height(), row % conv.out_height());
             let x = &x[sample * image..][..image];
@@ -32,6 +35,9 @@ impl<T: Scalar> Cpu<T> {
         let row = conv.width * conv.channels;
         let image = conv.height * row;
         let dx = &mut dx[first * image..][..conv.samples * image];
+        if dx.is_empty() {
+            return;
+        }
         self.threads.each(dx.chunks_exact_mut(row).enumerate(), |(i, dx)| {
             let (sample, y) = (i / conv.height, i % conv.height);
             dx.fill(T::ZERO);

@@ -1,8 +1,9 @@
 //! Tokens and positions, looked up. The table of tokens is split over the vocabulary.
 
-use super::{DEVIATION, Geometry, GptConfig, site};
+use super::{DEVIATION, GptConfig, site};
 use crate::chain::{Flow, Unit};
 use crate::kernels::{Kernels, Lookup, PartMut};
+use crate::layers::branch::Geometry;
 use crate::layers::{Ctx, Elements, Remembered, Saved, Site};
 use crate::parameter::{Declaration, Init, Parameters};
 use crate::stage::{Recompute, StageError};

@@ -3,11 +3,12 @@
 //! Each rank has the logits of its part of the vocabulary; what the softmax needs of the others are three numbers a row, a maximum
 //! and two sums (Megatron-LM's vocabulary-parallel cross-entropy).
 
+use super::GptConfig;
 use super::embed::declare_tokens;
-use super::{Geometry, GptConfig};
 use crate::chain::{Flow, Unit};
 use crate::group::ReduceOp;
 use crate::kernels::{Classes, Gemm, Kernels, PartMut};
+use crate::layers::branch::Geometry;
 use crate::layers::norm::{Norm, NormGrads, NormSpec, Over};
 use crate::layers::{Ctx, Elements, Remembered, Saved};
 use crate::parameter::Parameters;

@@ -15,8 +15,8 @@ mod head;
 use std::ops::Range;
 
 use crate::chain::{Interface, Model, Setup, Shape, Tensor, Unit};
-use crate::kernels::{Kernels, Rows};
-use crate::layers::region::Region;
+use crate::kernels::Kernels;
+use crate::layers::branch::Geometry;
 use crate::models::{ConfigError, positive};
 use crate::parameter::Parameters;
 use crate::stage::Role;
@@ -140,7 +140,7 @@ impl<K: Kernels> Model<K> for Gpt {
     }
 
     fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Box<dyn Unit<K>> {
-        let geometry = Geometry::new(&self.config, setup);
+        let geometry = Geometry::new(setup, self.config.context, self.config.width);
         if unit == 0 {
             Box::new(embed::Embed::new(&self.config, geometry, parameters))
         } else if unit <= self.config.layers {
@@ -148,36 +148,6 @@ impl<K: Kernels> Model<K> for Gpt {
         } else {
             Box::new(head::Head::new(&self.config, geometry, parameters))
         }
-    }
-}
-
-/// A microbatch's rows on this rank.
-#[derive(Debug, Clone)]
-struct Geometry {
-    samples: usize,
-    /// Inside of tensor-parallel regions, and their border.
-    region: Region,
-    /// Outside of them: which of the rows are here.
-    own: Range<usize>,
-}
-
-impl Geometry {
-    fn new(config: &GptConfig, setup: &Setup) -> Self {
-        let samples = setup.own_samples().len();
-        let size = Rows { rows: samples * config.context, cols: config.width };
-        let region = Region { size, sequence_parallel: setup.sequence_parallel };
-        let tp = setup.place.tp();
-        Self { samples, region, own: region.own_rows(tp.rank, tp.size) }
-    }
-
-    /// Rows inside.
-    fn rows(&self) -> usize {
-        self.region.size.rows
-    }
-
-    /// The matrix outside.
-    fn outside(&self) -> Rows {
-        Rows { rows: self.own.len(), cols: self.region.size.cols }
     }
 }
 
