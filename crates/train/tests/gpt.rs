@@ -122,6 +122,19 @@ fn unequal_stages_equal_one_rank() {
     }
 }
 
+/// Threads share out work, not sums.
+#[test]
+fn any_number_of_threads_gives_the_same_bits() {
+    let config = GptConfig { dropout: 0.1, ..GptConfig::new(50, 70, 60, 2, 4) };
+    let model = Gpt::new(config.clone()).unwrap();
+    let data = batch(&config, 3, 1).remove(0);
+    let wanted = Single::with_threads(&model, 3, 1).gradients(3, &data);
+    for threads in [2, 3, 7] {
+        let got = Single::with_threads(&model, 3, threads).gradients(3, &data);
+        assert!(got == wanted, "{threads} threads");
+    }
+}
+
 /// Microbatches are parts of a batch: cut differently, it is the same batch.
 #[test]
 fn microbatches_add_up_to_the_batch() {
