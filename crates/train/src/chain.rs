@@ -1,0 +1,572 @@
+//! A stage made of units, one behind the other.
+//!
+//! A model is a list of [`Unit`]s (a transformer block, say) through which named tensors flow. A [`Chain`] is some of them in a row, and is a
+//! [`Stage`]: it takes from outside what its units need and do not make themselves, hands over what later units will need,
+//! keeps what every unit has to remember of a microbatch, and runs units again where it was told to remember less.
+//!
+//! ```text
+//!   stage 0                    stage 1
+//!   embed -> block -> block => block -> block -> head
+//!                       h ------> h              loss
+//! ```
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crossmesh_core::dtype::DType;
+use crossmesh_core::layout::Layout;
+
+use crate::group::Group;
+use crate::kernels::scalar::Scalar;
+use crate::kernels::{Buffer, Kernels};
+use crate::layers::{Ctx, Elements, Mode, Remembered, Saved};
+use crate::models::ConfigError;
+use crate::parameter::{Parameter, Parameters};
+use crate::place::{Place, shard_dims};
+use crate::stage::{
+    ActivationBytes, Live, Microbatch, MicrobatchId, Port, Recompute, Role, Stage, StageError, Value,
+};
+
+/// The shape of a tensor of a microbatch, but for the number of samples.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Shape {
+    /// `[samples * rows, cols]`: may be split along the sequence.
+    Rows { rows: usize, cols: usize },
+    /// `[samples, dims..]`.
+    Samples(Vec<usize>),
+    /// Integers below `classes`, `[samples, dims..]`.
+    Ids { dims: Vec<usize>, classes: usize },
+    /// The loss.
+    Number,
+}
+
+/// A tensor that units pass on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    pub name: String,
+    pub shape: Shape,
+    pub role: Role,
+}
+
+/// What a unit needs and makes.
+#[derive(Debug, Clone, Default)]
+pub struct Interface {
+    /// Used up.
+    pub takes: Vec<Tensor>,
+    /// Looked at; units behind may look too.
+    pub reads: Vec<Tensor>,
+    pub gives: Vec<Tensor>,
+}
+
+/// The named tensors between two units, or their gradients.
+#[derive(Debug)]
+pub struct Flow<B>(BTreeMap<String, Value<B>>);
+
+impl<B> Default for Flow<B> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<B: Buffer> Flow<B> {
+    pub fn put(&mut self, name: &str, value: Value<B>) {
+        let old = self.0.insert(name.to_string(), value);
+        assert!(old.is_none(), "`{name}` flows twice");
+    }
+
+    pub fn put_real(&mut self, name: &str, buf: B) {
+        self.put(name, Value::Real(buf));
+    }
+
+    pub fn take(&mut self, name: &str) -> Option<Value<B>> {
+        self.0.remove(name)
+    }
+
+    pub fn take_real(&mut self, name: &str) -> B {
+        match self.0.remove(name) {
+            Some(Value::Real(buf)) => buf,
+            other => panic!("`{name}` should flow here, found {other:?}"),
+        }
+    }
+
+    pub fn real(&self, name: &str) -> &B {
+        match self.0.get(name) {
+            Some(Value::Real(buf)) => buf,
+            other => panic!("`{name}` should flow here, found {other:?}"),
+        }
+    }
+
+    pub fn ids(&self, name: &str) -> &[i32] {
+        match self.0.get(name) {
+            Some(Value::Ids(ids)) => ids,
+            other => panic!("`{name}` should flow here, found {other:?}"),
+        }
+    }
+
+    /// Adds to a gradient, which may be the first of its name.
+    pub fn add_real<K: Kernels<Buf = B>>(&mut self, kernels: &K, name: &str, grad: B) {
+        match self.0.get_mut(name) {
+            Some(Value::Real(sum)) => kernels.add(&grad, sum.into()),
+            _ => self.put_real(name, grad),
+        }
+    }
+}
+
+/// A piece of a model that is never cut.
+pub trait Unit<K: Kernels>: Send {
+    /// Takes and reads tensors, gives others, and remembers what B will need.
+    fn forward(
+        &self,
+        ctx: &Ctx<'_, K>,
+        flow: &mut Flow<K::Buf>,
+        saved: &mut Saved<K::Buf>,
+    ) -> Result<(), StageError>;
+
+    /// B: takes the gradients of what it gave, gives those of what it took, adds to those of what it read. Remembers what W
+    /// will need, and no more.
+    fn backward_input(
+        &self,
+        ctx: &Ctx<'_, K>,
+        flow: &mut Flow<K::Buf>,
+        saved: &mut Saved<K::Buf>,
+    ) -> Result<(), StageError>;
+
+    /// W: adds to the gradients of its weights.
+    fn backward_weight(&self, kernels: &K, saved: &mut Saved<K::Buf>, grads: &mut K::Buf);
+
+    fn remembered(&self, recompute: Recompute) -> Remembered;
+}
+
+/// A model: units in order.
+pub trait Model<K: Kernels> {
+    fn num_units(&self) -> usize;
+    /// Whether the model can be set up so.
+    fn check(&self, _setup: &Setup) -> Result<(), ConfigError> {
+        Ok(())
+    }
+    /// What a unit needs and makes; known without making it.
+    fn interface(&self, unit: usize) -> Interface;
+    /// Makes a unit, declaring its weights.
+    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Box<dyn Unit<K>>;
+}
+
+/// How a stage is set up on a rank.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    pub place: Place,
+    /// Samples of a microbatch, over all ranks along `dp`.
+    pub samples: usize,
+    /// Whether the rows between tensor-parallel regions are split over `tp`.
+    pub sequence_parallel: bool,
+    pub recompute: Recompute,
+    /// Of random numbers during training.
+    pub seed: u64,
+}
+
+impl Setup {
+    /// A stage on one rank that remembers everything.
+    pub fn alone(samples: usize, seed: u64) -> Self {
+        let (place, recompute) = (Place::alone(), Recompute::Nothing);
+        Self { place, samples, sequence_parallel: false, recompute, seed }
+    }
+
+    /// This rank's samples of a microbatch.
+    pub fn own_samples(&self) -> Range<usize> {
+        self.place.dp().part(self.samples)
+    }
+
+    fn layout(&self, tensor: &Tensor, real: DType) -> Layout {
+        let place = &self.place;
+        match &tensor.shape {
+            Shape::Rows { rows, cols } => {
+                place.row_layout(real, self.samples, *rows, *cols, self.sequence_parallel)
+            }
+            Shape::Samples(dims) => place.sample_layout(real, self.samples, dims),
+            Shape::Ids { dims, .. } => place.sample_layout(DType::I32, self.samples, dims),
+            Shape::Number => place.loss_layout(),
+        }
+    }
+}
+
+/// A stage of units.
+pub struct Chain<K: Kernels> {
+    kernels: Arc<K>,
+    tp: Arc<dyn Group<K::Buf>>,
+    setup: Setup,
+    units: Vec<Box<dyn Unit<K>>>,
+    /// Where the parameters of each unit begin that are its own; and where the last ones end.
+    starts: Vec<usize>,
+    parameters: Vec<Parameter>,
+    inputs: Vec<Port>,
+    outputs: Vec<Port>,
+    /// How many classes an input of ids has.
+    classes: Vec<Option<usize>>,
+    held: BTreeMap<MicrobatchId, Held<K::Buf>>,
+    live: Live,
+}
+
+/// What a chain remembers of a microbatch.
+struct Held<B> {
+    microbatch: Microbatch,
+    memory: Memory<B>,
+}
+
+enum Memory<B> {
+    /// The inputs: the rest is computed again.
+    Inputs(Flow<B>),
+    /// For B: what each unit saved.
+    Forward(Vec<Saved<B>>),
+    /// For W.
+    Backward(Vec<Saved<B>>),
+}
+
+impl<K: Kernels> Chain<K> {
+    /// The units `range` of a model, on one rank.
+    pub fn new(
+        model: &dyn Model<K>,
+        range: Range<usize>,
+        kernels: Arc<K>,
+        tp: Arc<dyn Group<K::Buf>>,
+        setup: Setup,
+    ) -> Result<Self, ConfigError> {
+        model.check(&setup)?;
+        assert_eq!(tp.size(), setup.place.tp().size, "ranks along tp");
+        assert!(range.end <= model.num_units(), "{range:?} of {} units", model.num_units());
+        let place = setup.place.clone();
+        let mut parameters = Parameters::new::<K::Real>(&place);
+        let mut starts = Vec::new();
+        let mut units = Vec::new();
+        for unit in range.clone() {
+            starts.push(parameters.end());
+            units.push(model.unit(unit, &setup, &mut parameters));
+        }
+        starts.push(parameters.end());
+        let (inputs, outputs) = ports(model, range);
+        let port =
+            |t: &Tensor| Port { name: t.name.clone(), layout: setup.layout(t, K::Real::DTYPE), role: t.role };
+        let classes = inputs.iter().map(|t| match &t.shape {
+            Shape::Ids { classes, .. } => Some(*classes),
+            _ => None,
+        });
+        Ok(Self {
+            kernels,
+            tp,
+            units,
+            starts,
+            parameters: parameters.into_list(),
+            classes: classes.collect(),
+            inputs: inputs.iter().map(port).collect(),
+            outputs: outputs.iter().map(port).collect(),
+            setup,
+            held: BTreeMap::new(),
+            live: Live::default(),
+        })
+    }
+
+    fn ctx<'a>(&'a self, microbatch: Microbatch, params: &'a K::Buf, mode: Mode) -> Ctx<'a, K> {
+        let first_sample = microbatch.first_sample + self.setup.own_samples().start as u64;
+        Ctx {
+            kernels: &self.kernels,
+            tp: &*self.tp,
+            params,
+            microbatch,
+            first_sample,
+            seed: self.setup.seed,
+            mode,
+            recompute: self.setup.recompute,
+        }
+    }
+
+    /// Inputs by name, checked against their ports.
+    fn flow(&self, inputs: Vec<Value<K::Buf>>) -> Result<Flow<K::Buf>, StageError> {
+        if inputs.len() != self.inputs.len() {
+            let (given, wanted) = (inputs.len(), self.inputs.len());
+            return Err(StageError::Count { what: "inputs", given, wanted });
+        }
+        let mut flow = Flow::default();
+        for ((port, classes), value) in self.inputs.iter().zip(&self.classes).zip(inputs) {
+            check(port, *classes, &value, self.setup.place.coord())?;
+            flow.put(&port.name, value);
+        }
+        Ok(flow)
+    }
+
+    fn run(&self, ctx: &Ctx<'_, K>, flow: &mut Flow<K::Buf>) -> Result<Vec<Saved<K::Buf>>, StageError> {
+        let mut saved = Vec::with_capacity(self.units.len());
+        for unit in &self.units {
+            let mut memory = Saved::default();
+            unit.forward(ctx, flow, &mut memory)?;
+            if ctx.mode == Mode::Train {
+                saved.push(memory);
+            }
+        }
+        Ok(saved)
+    }
+
+    fn outputs_of(&self, flow: &mut Flow<K::Buf>) -> Vec<Value<K::Buf>> {
+        let take =
+            |port: &Port| flow.take(&port.name).unwrap_or_else(|| panic!("no unit gives `{}`", port.name));
+        self.outputs.iter().map(take).collect()
+    }
+
+    /// A second set of inputs, to start from again.
+    fn copy(&self, flow: &Flow<K::Buf>) -> Flow<K::Buf> {
+        let copy = |value: &Value<K::Buf>| match value {
+            Value::Real(buf) => {
+                let mut second = self.kernels.buffer(buf.len());
+                self.kernels.copy(buf.into(), (&mut second).into(), buf.len());
+                Value::Real(second)
+            }
+            Value::Ids(ids) => Value::Ids(ids.clone()),
+            Value::Loss(loss) => Value::Loss(*loss),
+        };
+        Flow(flow.0.iter().map(|(name, value)| (name.clone(), copy(value))).collect())
+    }
+
+    fn hold(&mut self, id: MicrobatchId, held: Held<K::Buf>) {
+        self.held.insert(id, held);
+        self.look();
+    }
+
+    /// Counts what is held now.
+    fn look(&mut self) {
+        let bytes = K::Real::DTYPE.bytes();
+        let waiting = self.held.values().filter(|h| !matches!(h.memory, Memory::Backward(_))).count();
+        let live = &mut self.live;
+        live.microbatches = self.held.len();
+        live.bytes = self.held.values().map(|h| h.memory.elements().bytes(bytes)).sum();
+        live.peak_microbatches = live.peak_microbatches.max(waiting);
+        live.peak_bytes = live.peak_bytes.max(live.bytes);
+    }
+
+    /// Takes what a microbatch left for a pass, or says what is missing.
+    fn held_for(&mut self, id: MicrobatchId, pass: &'static str) -> Result<Held<K::Buf>, StageError> {
+        let wanted = if pass == "B" { "forward" } else { "through B" };
+        let ready = |held: &Held<K::Buf>| matches!(held.memory, Memory::Backward(_)) == (pass == "W");
+        let held = self.held.remove(&id);
+        match held {
+            Some(held) if ready(&held) => Ok(held),
+            Some(held) => {
+                self.held.insert(id, held);
+                Err(StageError::NotThere { id, wanted, pass })
+            }
+            None => Err(StageError::NotThere { id, wanted, pass }),
+        }
+    }
+}
+
+impl<K: Kernels> Stage for Chain<K> {
+    type Buf = K::Buf;
+
+    fn inputs(&self) -> &[Port] {
+        &self.inputs
+    }
+
+    fn outputs(&self) -> &[Port] {
+        &self.outputs
+    }
+
+    fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
+    fn forward(
+        &mut self,
+        microbatch: Microbatch,
+        params: &K::Buf,
+        inputs: Vec<Value<K::Buf>>,
+    ) -> Result<Vec<Value<K::Buf>>, StageError> {
+        if self.held.contains_key(&microbatch.id) {
+            return Err(StageError::Twice { id: microbatch.id });
+        }
+        let mut flow = self.flow(inputs)?;
+        let again = self.setup.recompute == Recompute::Everything;
+        let kept = again.then(|| self.copy(&flow));
+        let saved = self.run(&self.ctx(microbatch, params, Mode::Train), &mut flow)?;
+        let memory = kept.map_or(Memory::Forward(saved), Memory::Inputs);
+        let outputs = self.outputs_of(&mut flow);
+        self.hold(microbatch.id, Held { microbatch, memory });
+        Ok(outputs)
+    }
+
+    fn evaluate(
+        &mut self,
+        microbatch: Microbatch,
+        params: &K::Buf,
+        inputs: Vec<Value<K::Buf>>,
+    ) -> Result<Vec<Value<K::Buf>>, StageError> {
+        let mut flow = self.flow(inputs)?;
+        self.run(&self.ctx(microbatch, params, Mode::Evaluate), &mut flow)?;
+        Ok(self.outputs_of(&mut flow))
+    }
+
+    fn backward_input(
+        &mut self,
+        id: MicrobatchId,
+        params: &K::Buf,
+        grads: Vec<K::Buf>,
+    ) -> Result<Vec<K::Buf>, StageError> {
+        let Held { microbatch, memory } = self.held_for(id, "B")?;
+        let ctx = self.ctx(microbatch, params, Mode::Train);
+        let mut saved = match memory {
+            Memory::Inputs(mut flow) => self.run(&ctx, &mut flow)?,
+            Memory::Forward(saved) | Memory::Backward(saved) => saved,
+        };
+        let mut flow = self.grads_flow(grads)?;
+        for (unit, saved) in self.units.iter().zip(&mut saved).rev() {
+            unit.backward_input(&ctx, &mut flow, saved)?;
+        }
+        let activations = self.inputs.iter().filter(|p| p.role == Role::Activation);
+        let grads = activations.map(|p| flow.take_real(&p.name)).collect();
+        self.hold(id, Held { microbatch, memory: Memory::Backward(saved) });
+        Ok(grads)
+    }
+
+    fn backward_weight(
+        &mut self,
+        id: MicrobatchId,
+        grads: &mut K::Buf,
+        ready: &mut dyn FnMut(&mut K::Buf, Range<usize>),
+    ) -> Result<(), StageError> {
+        let Held { memory, .. } = self.held_for(id, "W")?;
+        let Memory::Backward(mut saved) = memory else { unreachable!("held_for checked it") };
+        for (i, unit) in self.units.iter().enumerate().rev() {
+            unit.backward_weight(&self.kernels, &mut saved[i], grads);
+            // A tied weight belongs to the first unit that uses it, and that one comes last.
+            ready(grads, self.starts[i]..self.starts[i + 1]);
+        }
+        self.look();
+        Ok(())
+    }
+
+    fn forget(&mut self, id: MicrobatchId) {
+        self.held.remove(&id);
+        self.look();
+    }
+
+    fn activation_bytes(&self) -> ActivationBytes {
+        let remembered: Remembered = self.units.iter().map(|u| u.remembered(self.setup.recompute)).sum();
+        let coord = self.setup.place.coord();
+        let input = |port: &Port| {
+            let len = shard_dims(&port.layout, coord).iter().product();
+            match port.layout.dtype() {
+                DType::I32 => Elements { real: 0, ids: len },
+                _ => Elements::real(len),
+            }
+        };
+        let forward = match self.setup.recompute {
+            Recompute::Everything => self.inputs.iter().map(input).sum(),
+            _ => remembered.after_forward,
+        };
+        let bytes = K::Real::DTYPE.bytes();
+        ActivationBytes {
+            after_forward: forward.bytes(bytes),
+            after_backward_input: remembered.after_backward_input.bytes(bytes),
+        }
+    }
+
+    fn live(&self) -> Live {
+        self.live
+    }
+}
+
+impl<K: Kernels> Chain<K> {
+    /// Gradients of the outputs by name, checked against their ports.
+    fn grads_flow(&self, grads: Vec<K::Buf>) -> Result<Flow<K::Buf>, StageError> {
+        let ports: Vec<&Port> = self.outputs.iter().filter(|p| p.role == Role::Activation).collect();
+        if grads.len() != ports.len() {
+            let (given, wanted) = (grads.len(), ports.len());
+            return Err(StageError::Count { what: "gradients", given, wanted });
+        }
+        let mut flow = Flow::default();
+        for (port, grad) in ports.into_iter().zip(grads) {
+            let value = Value::Real(grad);
+            check(port, None, &value, self.setup.place.coord())?;
+            flow.put(&port.name, value);
+        }
+        Ok(flow)
+    }
+}
+
+impl<B: Buffer> Memory<B> {
+    fn elements(&self) -> Elements {
+        match self {
+            Memory::Inputs(flow) => flow.0.values().map(elements).sum(),
+            Memory::Forward(saved) | Memory::Backward(saved) => saved.iter().map(Saved::elements).sum(),
+        }
+    }
+}
+
+fn elements<B: Buffer>(value: &Value<B>) -> Elements {
+    match value {
+        Value::Real(buf) => Elements::real(buf.len()),
+        Value::Ids(ids) => Elements { real: 0, ids: ids.len() },
+        Value::Loss(_) => Elements::default(),
+    }
+}
+
+/// Whether a value is what a port's layout says, on this rank.
+fn check<B: Buffer>(
+    port: &Port,
+    classes: Option<usize>,
+    value: &Value<B>,
+    coord: &[u32],
+) -> Result<(), StageError> {
+    let wanted: usize = shard_dims(&port.layout, coord).iter().product();
+    let ids = port.layout.dtype() == DType::I32;
+    let (fits, given) = match value {
+        Value::Real(buf) => (!ids && buf.len() == wanted, format!("{} numbers", buf.len())),
+        Value::Ids(values) => (ids && values.len() == wanted, format!("{} ids", values.len())),
+        Value::Loss(_) => (false, "a loss".to_string()),
+    };
+    if !fits {
+        let wanted = format!("{wanted} {}", if ids { "ids" } else { "numbers" });
+        let (port, layout) = (port.name.clone(), Box::new(port.layout.clone()));
+        return Err(StageError::Value { port, layout, given, wanted });
+    }
+    if let (Value::Ids(values), Some(classes)) = (value, classes) {
+        let outside = |id: &&i32| usize::try_from(**id).map_or(true, |id| id >= classes);
+        if let Some(&id) = values.iter().find(outside) {
+            return Err(StageError::Id { port: port.name.clone(), id, last: classes.saturating_sub(1) });
+        }
+    }
+    Ok(())
+}
+
+/// What some units of a model need from outside, and what units behind them need of theirs.
+fn ports<K: Kernels>(model: &dyn Model<K>, range: Range<usize>) -> (Vec<Tensor>, Vec<Tensor>) {
+    let mut inputs: Vec<Tensor> = Vec::new();
+    // What is there to be handed over, in the order in which it came to be.
+    let mut there: Vec<Tensor> = Vec::new();
+    for interface in range.clone().map(|unit| model.interface(unit)) {
+        for tensor in interface.takes.iter().chain(&interface.reads) {
+            if !there.iter().any(|t| t.name == tensor.name) {
+                inputs.push(tensor.clone());
+                there.push(tensor.clone());
+            }
+        }
+        there.retain(|t| !interface.takes.iter().any(|taken| taken.name == t.name));
+        there.extend(interface.gives);
+    }
+    let leaves = |tensor: &Tensor| match tensor.role {
+        Role::Data => false,
+        Role::Loss => true,
+        Role::Activation => needed_behind(model, range.end, &tensor.name),
+    };
+    (inputs, there.into_iter().filter(leaves).collect())
+}
+
+/// Whether a unit from `first` on needs what flows under this name there.
+fn needed_behind<K: Kernels>(model: &dyn Model<K>, first: usize, name: &str) -> bool {
+    for interface in (first..model.num_units()).map(|unit| model.interface(unit)) {
+        let named = |tensors: &[Tensor]| tensors.iter().any(|t| t.name == name);
+        if named(&interface.takes) || named(&interface.reads) {
+            return true;
+        }
+        if named(&interface.gives) {
+            return false;
+        }
+    }
+    false
+}

@@ -1,0 +1,160 @@
+//! GPT with the architecture and the parameter names of GPT-2.
+//!
+//! Learned positions, norms before the branches, GELU with tanh, a final norm, and logits from the token table itself (tied) or from a
+//! matrix of their own. Units: the embedding, the blocks, the head.
+//!
+//! ```text
+//! tokens -> embed -h-> block 0 -h-> .. -h-> block L-1 -h-> head -> loss
+//!                                                           ^ targets
+//! ```
+
+mod block;
+mod embed;
+mod head;
+
+use std::ops::Range;
+
+use crate::chain::{Interface, Model, Setup, Shape, Tensor, Unit};
+use crate::kernels::Kernels;
+use crate::layers::branch::Geometry;
+use crate::models::{ConfigError, positive};
+use crate::parameter::Parameters;
+use crate::stage::Role;
+
+/// Sizes of a GPT.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GptConfig {
+    pub vocab: usize,
+    /// Tokens of a sample.
+    pub context: usize,
+    pub width: usize,
+    pub layers: usize,
+    pub heads: usize,
+    /// Columns between the two maps of a feed-forward branch; GPT-2 has four times the width.
+    pub hidden: usize,
+    /// Whether logits come from the token table.
+    pub tied: bool,
+    pub dropout: f64,
+    pub epsilon: f64,
+}
+
+impl GptConfig {
+    /// GPT-2's proportions: a hidden layer of four times the width, tied embeddings, no dropout.
+    pub fn new(vocab: usize, context: usize, width: usize, layers: usize, heads: usize) -> Self {
+        let (hidden, tied, dropout, epsilon) = (4 * width, true, 0.0, 1e-5);
+        Self { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon }
+    }
+}
+
+/// A GPT.
+#[derive(Debug, Clone)]
+pub struct Gpt {
+    config: GptConfig,
+}
+
+impl Gpt {
+    pub fn new(config: GptConfig) -> Result<Self, ConfigError> {
+        positive(&[
+            ("vocab", config.vocab),
+            ("context", config.context),
+            ("width", config.width),
+            ("heads", config.heads),
+            ("hidden", config.hidden),
+        ])?;
+        if !config.width.is_multiple_of(config.heads) {
+            let reason = format!("{} columns do not divide among them", config.width);
+            return Err(ConfigError::new("heads", config.heads, reason, "use a divisor of the width"));
+        }
+        if i32::try_from(config.vocab).is_err() {
+            return Err(ConfigError::new(
+                "vocab",
+                config.vocab,
+                "token ids are 32 bits wide",
+                "use 2^31 - 1 at most",
+            ));
+        }
+        if !(0.0..1.0).contains(&config.dropout) {
+            let reason = "it is the share of elements to drop";
+            return Err(ConfigError::new(
+                "dropout",
+                config.dropout,
+                reason,
+                "use 0 or more, and less than 1",
+            ));
+        }
+        Ok(Self { config })
+    }
+
+    pub fn config(&self) -> &GptConfig {
+        &self.config
+    }
+
+    /// Cuts the model so that stages have so many blocks each; the first one also gets the embedding, the last one the head.
+    pub fn split(&self, blocks: &[usize]) -> Result<Vec<Range<usize>>, ConfigError> {
+        let sum: usize = blocks.iter().sum();
+        if sum != self.config.layers || blocks.is_empty() {
+            let reason = format!("they are {sum} blocks, and the model has {}", self.config.layers);
+            return Err(ConfigError::new(
+                "stages",
+                format!("{blocks:?}"),
+                reason,
+                "give every block to one stage",
+            ));
+        }
+        let last = blocks.len() - 1;
+        let mut next = 0;
+        let stage = |(i, blocks): (usize, &usize)| {
+            let start = next;
+            next += blocks + usize::from(i == 0) + usize::from(i == last);
+            start..next
+        };
+        Ok(blocks.iter().enumerate().map(stage).collect())
+    }
+
+    fn hidden_state(&self) -> Tensor {
+        let shape = Shape::Rows { rows: self.config.context, cols: self.config.width };
+        Tensor { name: "h".into(), shape, role: Role::Activation }
+    }
+
+    fn ids(&self, name: &str) -> Tensor {
+        let shape = Shape::Ids { dims: vec![self.config.context], classes: self.config.vocab };
+        Tensor { name: name.into(), shape, role: Role::Data }
+    }
+}
+
+impl<K: Kernels> Model<K> for Gpt {
+    fn num_units(&self) -> usize {
+        self.config.layers + 2
+    }
+
+    fn interface(&self, unit: usize) -> Interface {
+        let h = || vec![self.hidden_state()];
+        if unit == 0 {
+            return Interface { reads: vec![self.ids("tokens")], gives: h(), ..Interface::default() };
+        }
+        if unit <= self.config.layers {
+            return Interface { takes: h(), gives: h(), ..Interface::default() };
+        }
+        let loss = Tensor { name: "loss".into(), shape: Shape::Number, role: Role::Loss };
+        Interface { takes: h(), reads: vec![self.ids("targets")], gives: vec![loss] }
+    }
+
+    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Box<dyn Unit<K>> {
+        let geometry = Geometry::new(setup, self.config.context, self.config.width);
+        if unit == 0 {
+            Box::new(embed::Embed::new(&self.config, geometry, parameters))
+        } else if unit <= self.config.layers {
+            Box::new(block::Block::new(&self.config, unit - 1, geometry, parameters))
+        } else {
+            Box::new(head::Head::new(&self.config, geometry, parameters))
+        }
+    }
+}
+
+/// Where a model drops elements; `rows` of a sample.
+fn site(config: &GptConfig, id: u32) -> crate::layers::Site {
+    crate::layers::Site { id, rate: config.dropout, rows: config.context }
+}
+
+/// GPT-2's deviation of initial weights.
+const DEVIATION: f64 = 0.02;

@@ -1,0 +1,207 @@
+//! Parameters: weights by name, their layouts, and where they lie in a rank's flat buffer.
+//!
+//! A stage's weights on one rank lie one behind the other in one buffer, and their gradients in another, at the same places. So
+//! an optimizer, a bucketed all-reduce, ZeRO's shards and a checkpoint all work on runs of one buffer:
+//!
+//! ```text
+//! h.0.ln_1.weight | h.0.ln_1.bias | h.0.attn.c_attn.weight (this rank's heads) | ..
+//! ```
+//!
+//! What a weight is initially depends on (seed, name, its index in the whole weight) alone, so every layout of a model starts from the
+//! same one. A name that occurs in several stages is one parameter (tied embeddings): the runtime adds up its gradients.
+
+use std::ops::Range;
+
+use crossmesh_core::layout::Layout;
+
+use crate::kernels::random::Stream;
+use crate::kernels::scalar::Scalar;
+use crate::place::{Place, shard_dims};
+
+/// What a parameter is before the first step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    Zeros,
+    Ones,
+    Normal { deviation: f64 },
+}
+
+/// A weight of a stage, as one rank holds it.
+#[derive(Debug, Clone)]
+pub struct Parameter {
+    pub name: String,
+    /// The whole weight over the stage's mesh.
+    pub layout: Layout,
+    /// Its gradient as W leaves it: split in the same way, with sums over ranks still to be taken.
+    pub grad: Layout,
+    /// This rank's shard in the flat buffer, row-major.
+    pub range: Range<usize>,
+    pub init: Init,
+    /// Whether weight decay applies: to matrices, not to biases and norms.
+    pub decay: bool,
+}
+
+impl Parameter {
+    /// Fills this rank's shard.
+    pub fn initialize<T: Scalar>(&self, coord: &[u32], seed: u64, shard: &mut [T]) {
+        match self.init {
+            Init::Zeros => shard.fill(T::ZERO),
+            Init::Ones => shard.fill(T::ONE),
+            Init::Normal { deviation } => {
+                let stream = Stream::named(seed, &self.name);
+                let indices = shard_indices(&self.layout, coord);
+                for (out, index) in shard.iter_mut().zip(indices) {
+                    *out = T::from_f64(deviation * stream.normal(index));
+                }
+            }
+        }
+    }
+}
+
+/// All of a rank's parameters, initialized.
+pub fn initial<T: Scalar>(parameters: &[Parameter], coord: &[u32], seed: u64) -> Vec<T> {
+    let mut flat = vec![T::ZERO; parameters.last().map_or(0, |p| p.range.end)];
+    for parameter in parameters {
+        parameter.initialize(coord, seed, &mut flat[parameter.range.clone()]);
+    }
+    flat
+}
+
+/// The index in the whole tensor of every element of a rank's shard, in the shard's order.
+pub fn shard_indices(layout: &Layout, coord: &[u32]) -> Vec<u64> {
+    let shape = layout.shape();
+    let mut indices = Vec::new();
+    for region in layout.shard_at(coord) {
+        let spans = region.spans();
+        let mut at: Vec<u64> = spans.iter().map(|s| s.start).collect();
+        for _ in 0..region.volume() {
+            indices.push(at.iter().zip(shape).fold(0, |index, (i, len)| index * len + i));
+            for dim in (0..at.len()).rev() {
+                at[dim] += 1;
+                if at[dim] < spans[dim].end {
+                    break;
+                }
+                at[dim] = spans[dim].start;
+            }
+        }
+    }
+    indices
+}
+
+/// Where a rank's shard of a weight lies, and its dims.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Weight {
+    pub start: usize,
+    pub dims: Vec<usize>,
+}
+
+impl Weight {
+    pub fn len(&self) -> usize {
+        self.dims.iter().product()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A weight to be declared.
+#[derive(Debug, Clone)]
+pub struct Declaration<'a> {
+    pub name: String,
+    pub shape: &'a [usize],
+    /// The dim that `tp` splits.
+    pub split: Option<usize>,
+    pub init: Init,
+    pub decay: bool,
+    /// Whether a rank along `tp` sees only some of the rows that the gradient sums over.
+    pub partial_over_tp: bool,
+}
+
+/// Lays out the parameters of a stage while its layers are made.
+#[derive(Debug)]
+pub struct Parameters<'a> {
+    pub place: &'a Place,
+    dtype: crossmesh_core::dtype::DType,
+    list: Vec<Parameter>,
+}
+
+impl<'a> Parameters<'a> {
+    pub fn new<T: Scalar>(place: &'a Place) -> Self {
+        Self { place, dtype: T::DTYPE, list: Vec::new() }
+    }
+
+    /// A new weight behind the others; or the one of this name, if there is one already.
+    pub fn declare(&mut self, declaration: Declaration<'_>) -> Weight {
+        let Declaration { name, shape, split, init, decay, partial_over_tp } = declaration;
+        let layout = self.place.weight_layout(self.dtype, shape, split);
+        let dims = shard_dims(&layout, self.place.coord());
+        if let Some(known) = self.list.iter().find(|p| p.name == name) {
+            assert_eq!(known.layout, layout, "{name} is declared twice, with different layouts");
+            return Weight { start: known.range.start, dims };
+        }
+        let start = self.end();
+        let weight = Weight { start, dims };
+        let grad = self.place.grad_layout(&layout, partial_over_tp);
+        let range = start..start + weight.len();
+        self.list.push(Parameter { name, layout, grad, range, init, decay });
+        weight
+    }
+
+    /// Elements so far.
+    pub fn end(&self) -> usize {
+        self.list.last().map_or(0, |p| p.range.end)
+    }
+
+    pub fn into_list(self) -> Vec<Parameter> {
+        self.list
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn declare(place: &Place) -> Vec<Parameter> {
+        let mut parameters = Parameters::new::<f64>(place);
+        let normal = Init::Normal { deviation: 0.5 };
+        for (name, split) in [("a", Some(0)), ("b", Some(1)), ("c", None), ("a", Some(0))] {
+            let name = name.to_string();
+            let (init, decay, partial_over_tp) = (normal, true, false);
+            parameters.declare(Declaration { name, shape: &[5, 4], split, init, decay, partial_over_tp });
+        }
+        parameters.into_list()
+    }
+
+    #[test]
+    fn every_layout_starts_from_the_same_weights() {
+        let alone = Place::alone();
+        let whole_list = declare(&alone);
+        assert_eq!(whole_list.len(), 3);
+        let whole = initial::<f64>(&whole_list, alone.coord(), 7);
+        for tp in 1..4 {
+            for position in 0..2 * tp {
+                let mesh = format!("A{{dp:2,tp:{tp}}}").parse().unwrap();
+                let place = Place::new(mesh, position).unwrap();
+                let list = declare(&place);
+                let shard = initial::<f64>(&list, place.coord(), 7);
+                for (p, all) in list.iter().zip(&whole_list) {
+                    let wanted: Vec<f64> = shard_indices(&p.layout, place.coord())
+                        .iter()
+                        .map(|&i| whole[all.range.clone()][i as usize])
+                        .collect();
+                    assert_eq!(shard[p.range.clone()], wanted[..], "{} at {position}", p.layout);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn names_and_seeds_tell_weights_apart() {
+        let alone = Place::alone();
+        let list = declare(&alone);
+        let first = initial::<f64>(&list, alone.coord(), 7);
+        assert_ne!(first[list[0].range.clone()], first[list[2].range.clone()]);
+        assert_ne!(first, initial::<f64>(&list, alone.coord(), 8));
+    }
+}
