@@ -29,9 +29,8 @@ fn all_collectives_are_measured_over_shared_memory() {
         assert_eq!(row["algbw_bytes_per_s"].as_f64().unwrap() > 0.0, row["collective"] != "barrier", "{row}");
     }
     let of = |name: &str| rows(&results).iter().find(|r| r["collective"] == name).unwrap();
-    let ratio = |row: &Value| {
-        row["busbw_bytes_per_s"].as_f64().unwrap() / row["algbw_bytes_per_s"].as_f64().unwrap()
-    };
+    let ratio =
+        |row: &Value| row["busbw_bytes_per_s"].as_f64().unwrap() / row["algbw_bytes_per_s"].as_f64().unwrap();
     assert!((ratio(of("all-reduce")) - 4.0 / 3.0).abs() < 1e-9);
     assert!((ratio(of("all-gather")) - 2.0 / 3.0).abs() < 1e-9);
     assert!((ratio(of("broadcast")) - 1.0).abs() < 1e-9);
@@ -44,7 +43,8 @@ fn algorithms_dtypes_and_groups_are_as_asked() {
         let results = measured(&[&args[..], &["--algorithm", algorithm]].concat());
         assert_eq!(rows(&results)[0]["algorithm"], algorithm);
     }
-    let args = ["all-reduce", "reduce-scatter", "--groups", "2", "-n", "4", "--bytes", "999", "--dtype", "bf16"];
+    let args =
+        ["all-reduce", "reduce-scatter", "--groups", "2", "-n", "4", "--bytes", "999", "--dtype", "bf16"];
     for op in ["max", "mean"] {
         let results = measured(&[&args[..], &["--op", op]].concat());
         assert_eq!((&results["groups"], &results["op"]), (&2.into(), &op.into()));
@@ -54,7 +54,8 @@ fn algorithms_dtypes_and_groups_are_as_asked() {
 #[test]
 fn emulated_hosts_reduce_no_faster_than_their_nics() {
     needs_root();
-    let args = ["all-reduce", "-n", "3", "--devices-per-host", "1", "--bytes", "1MiB", "--emulate", "200Mbit"];
+    let args =
+        ["all-reduce", "-n", "3", "--devices-per-host", "1", "--bytes", "1MiB", "--emulate", "200Mbit"];
     let results = measured(&args);
     let row = &rows(&results)[0];
     let over = row["measured"]["over_bound"].as_f64().unwrap();

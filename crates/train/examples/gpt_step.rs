@@ -91,9 +91,8 @@ impl Trainer {
 
     /// Names, shapes and values of all weights: a line of JSON, then the numbers.
     fn save(&self, path: &str) -> std::io::Result<()> {
-        let entry = |p: &crossmesh_train::parameter::Parameter| {
-            format!("[\"{}\", {:?}]", p.name, p.layout.shape())
-        };
+        let entry =
+            |p: &crossmesh_train::parameter::Parameter| format!("[\"{}\", {:?}]", p.name, p.layout.shape());
         let entries: Vec<String> = self.chain.parameters().iter().map(entry).collect();
         let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);
         writeln!(file, "[{}]", entries.join(", "))?;
@@ -131,8 +130,10 @@ fn serve(trainer: &mut Trainer) {
     println!("ready");
     for line in std::io::stdin().lock().lines() {
         let Some(steps) = line.ok().and_then(|line| line.trim().parse::<usize>().ok()) else { return };
-        let (losses, seconds): (Vec<f64>, Vec<f64>) =
-            (0..steps).map(|_| trainer.step()).map(|(loss, parts)| (loss, parts.values().sum::<f64>())).unzip();
+        let (losses, seconds): (Vec<f64>, Vec<f64>) = (0..steps)
+            .map(|_| trainer.step())
+            .map(|(loss, parts)| (loss, parts.values().sum::<f64>()))
+            .unzip();
         println!("{{\"seconds\": {seconds:?}, \"losses\": {losses:?}}}");
     }
 }

@@ -326,7 +326,8 @@ impl Single {
     pub fn with_threads(model: &dyn Model<Cpu<f64>>, samples: usize, threads: usize) -> Self {
         let group = in_process::<f64>(1).remove(0);
         let setup = Setup::alone(samples, SEED);
-        let chain = Chain::new(model, 0..model.num_units(), Arc::new(Cpu::new(threads)), group, setup).unwrap();
+        let chain =
+            Chain::new(model, 0..model.num_units(), Arc::new(Cpu::new(threads)), group, setup).unwrap();
         let params = initial::<f64>(chain.parameters(), &[0, 0], SEED);
         Self { chain, params: params.into() }
     }
