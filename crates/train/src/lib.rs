@@ -13,10 +13,12 @@
 
 pub mod chain;
 pub mod group;
+pub mod job;
 pub mod kernels;
 pub mod layers;
 pub mod models;
 pub mod optim;
 pub mod parameter;
 pub mod place;
+pub mod record;
 pub mod stage;
