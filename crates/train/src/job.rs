@@ -117,9 +117,8 @@ impl Job {
 
     /// A rank's device and position in its mesh.
     pub fn home(&self, rank: Rank) -> Option<(DeviceId, usize)> {
-        let at = |(i, team): (usize, &Team)| {
-            Some((DeviceId::at(i), team.ranks.iter().position(|r| *r == rank)?))
-        };
+        let at =
+            |(i, team): (usize, &Team)| Some((DeviceId::at(i), team.ranks.iter().position(|r| *r == rank)?));
         self.teams.iter().enumerate().find_map(at)
     }
 
