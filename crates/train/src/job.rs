@@ -6,13 +6,14 @@
 //! devices                  a mesh of ranks for every device: (dp 2, tp 2), (dp 4), (tp 3)
 //! ```
 //!
-//! A job says nothing about where its data comes from or who starts its ranks. `wiring` makes a step of it.
+//! A job says nothing about where its data comes from or who starts its ranks. [`crate::wiring`] makes a step of it.
 
 use std::ops::Range;
 
 use crossmesh_core::cluster::Cluster;
 use crossmesh_core::id::{DeviceId, Rank, StageId};
 use crossmesh_core::mesh::Mesh;
+use crossmesh_core::reshard::PlanOptions;
 use crossmesh_core::schedule::Schedule;
 use crossmesh_core::step::PassTimes;
 
@@ -68,7 +69,9 @@ pub struct Job {
     /// Of the initial weights, and of random numbers during training.
     pub seed: u64,
     pub update: Update,
-    /// Whether communication between stages runs beside compute.
+    /// How activations and gradients cross between stages.
+    pub plan: PlanOptions,
+    /// Whether they do beside compute.
     pub overlap: bool,
     /// By stage: how long passes are thought to take, for predictions.
     pub times: Vec<PassTimes>,
@@ -88,8 +91,6 @@ pub enum JobError {
     Short { end: usize, units: usize },
     #[error(transparent)]
     Place(#[from] PlaceError),
-    #[error("weight `{name}` is used by {count} stages with different dims")]
-    Tied { name: String, count: usize },
     #[error(transparent)]
     Model(#[from] crate::models::ConfigError),
     #[error(transparent)]
