@@ -6,12 +6,14 @@
 //! chain       units of a model in a row are a stage
 //! models      GPT, the U-Transformer
 //! stage       THE SEAM: passes over buffers with names and layouts, parameters, bytes
+//! data        samples that have numbers: text, token files, made-up languages and images
 //! optim       AdamW, SGD, clipping, schedules, on flat shards
 //! ```
 //!
 //! What runs above the seam (schedules, reshard plans, the engine) knows no model; what is below knows no network.
 
 pub mod chain;
+pub mod data;
 pub mod group;
 pub mod kernels;
 pub mod layers;
