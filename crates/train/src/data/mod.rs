@@ -14,6 +14,7 @@
 //! ```
 
 mod error;
+pub mod images;
 pub mod language;
 pub mod order;
 
