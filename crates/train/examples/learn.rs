@@ -115,7 +115,8 @@ fn gpt(args: &Args) {
     let vocab = args.count("--vocab", 64);
     let (groups, branching) = (args.count("--groups", 2), args.count("--branching", 8));
     let context = args.count("--context", 64);
-    let data = Language::new(LanguageSpec { vocab, groups, branching, seed: 0 }, context).expect("a language");
+    let data =
+        Language::new(LanguageSpec { vocab, groups, branching, seed: 0 }, context).expect("a language");
     println!("entropy {:.4} nats a token", data.entropy());
     let (width, layers) = (args.count("--width", 64), args.count("--layers", 2));
     let config = GptConfig {

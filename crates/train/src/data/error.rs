@@ -44,7 +44,9 @@ pub enum DataError {
     TooShort { data: String, tokens: u64, what: &'static str, wanted: u64, hint: &'static str },
     #[error("{data} has no port `{port}`; it has {known}\nhint: take a data set that is made for this model")]
     NoPort { data: String, port: String, known: String },
-    #[error("{data} gives `{port}` as {has}, and the model wants {wanted}\nhint: make the two sizes the same")]
+    #[error(
+        "{data} gives `{port}` as {has}, and the model wants {wanted}\nhint: make the two sizes the same"
+    )]
     Shape { data: String, port: String, has: String, wanted: String },
     #[error(
         "{data} has ids up to {} on `{port}`, and the model's vocabulary ends at {}\nhint: give the model a vocabulary of {has} or more, or take a smaller tokenizer",

@@ -231,8 +231,7 @@ fn basis(side: usize, waves: usize) -> Vec<f64> {
         let length = if wave == 0 { 1.0 } else { 2.0 } / side as f64;
         length.sqrt() * (PI * (at as f64 + 0.5) * wave as f64 / side as f64).cos()
     };
-    let pixel =
-        |u: usize, v: usize| (0..side * side).map(move |i| along(u, i / side) * along(v, i % side));
+    let pixel = |u: usize, v: usize| (0..side * side).map(move |i| along(u, i / side) * along(v, i % side));
     (0..waves * waves).flat_map(|wave| pixel(wave / waves, wave % waves)).collect()
 }
 

@@ -14,9 +14,12 @@
 //! ```
 
 mod error;
+pub mod file;
 pub mod images;
 pub mod language;
 pub mod order;
+pub mod text;
+pub mod tokens;
 
 #[cfg(test)]
 mod tests;
