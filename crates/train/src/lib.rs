@@ -7,6 +7,7 @@
 //! models      GPT, the U-Transformer
 //! stage       THE SEAM: passes over buffers with names and layouts, parameters, bytes
 //! config      from TOML to a job
+//! data        samples that have numbers: text, token files, made-up languages and images
 //! optim       AdamW, SGD, clipping, schedules, on flat shards
 //! job         which stage runs on which mesh, in which order
 //! wiring      a job as a step: a reshard plan on every edge
@@ -17,6 +18,7 @@
 
 pub mod chain;
 pub mod config;
+pub mod data;
 pub mod group;
 pub mod job;
 pub mod kernels;
