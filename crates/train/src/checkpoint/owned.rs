@@ -25,23 +25,25 @@ pub fn owned(
     sharding: Sharding,
     elsewhere: &[&str],
 ) -> Vec<Range<usize>> {
-    let held = |p: &Parameter| match elsewhere.contains(&p.name.as_str()) {
-        true => p.range.start..p.range.start,
-        false => clamp(&p.range, shard),
-    };
+    let saves = |p: &&Parameter| !elsewhere.contains(&p.name.as_str());
     let mut rows: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
-    for parameter in parameters {
-        *rows.entry(replicas(parameter, sharding)).or_default() += held(parameter).len();
+    for parameter in parameters.iter().filter(saves) {
+        *rows.entry(replicas(parameter, sharding)).or_default() += parameter.range.len();
     }
     let mut behind: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
     let run = |parameter: &Parameter| {
-        let (axes, held) = (replicas(parameter, sharding), held(parameter));
+        let (axes, range) = (replicas(parameter, sharding), &parameter.range);
+        if !saves(&parameter) {
+            return range.start..range.start;
+        }
         let part = along(place, &axes).part(rows[&axes]);
         let start = behind.entry(axes).or_default();
-        let own = clamp(&part, &(*start..*start + held.len()));
-        let run = held.start + (own.start - *start)..held.start + (own.end - *start);
-        *start += held.len();
-        run
+        let own = clamp(&part, &(*start..*start + range.len()));
+        let own = range.start + (own.start - *start)..range.start + (own.end - *start);
+        *start += range.len();
+        // Ranks along tp may have shards that end elsewhere, for their flat buffers need not be equally long: so the row is shared out
+        // first, and cut to the shard then.
+        clamp(&own, shard)
     };
     parameters.iter().map(run).collect()
 }

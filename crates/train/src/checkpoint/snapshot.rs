@@ -62,6 +62,11 @@ impl Snapshot {
         self.part.file.bytes
     }
 
+    /// Of those, the tensors'.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.body.len() as u64
+    }
+
     pub fn step(&self) -> u64 {
         self.part.step
     }
