@@ -12,6 +12,7 @@
 //! job         which stage runs on which mesh, in which order
 //! wiring      a job as a step: a reshard plan on every edge
 //! runtime     a rank of a job: the engine moves, a thread computes
+//! checkpoint  what a training run has learnt, on disk: every element once, loaded on any layout
 //! ```
 //!
 //! What is above the seam (the last three) knows no model; what is below knows no network.
@@ -19,6 +20,7 @@
 pub mod chain;
 pub mod config;
 pub mod data;
+pub mod checkpoint;
 pub mod group;
 pub mod job;
 pub mod kernels;

@@ -1,0 +1,6 @@
+//! Checkpoints: saved on any layout, loaded on any other; damage is found; a crash at any moment leaves the last complete one.
+
+mod crash;
+mod faults;
+mod layouts;
+mod world;
