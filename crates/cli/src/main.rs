@@ -33,6 +33,7 @@ mod sweep_doc;
 mod task;
 mod timetable;
 mod trace_doc;
+mod training;
 
 /// What a command found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +67,7 @@ enum Command {
     Bench(commands::bench::Args),
     Schedule(commands::schedule::Args),
     Run(commands::run::Args),
+    Train(commands::train::Args),
     Launch(commands::launch::Args),
     #[command(hide = true)]
     Rank(commands::rank::Args),
@@ -84,6 +86,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => commands::bench::run(&args),
         Command::Schedule(args) => commands::schedule::run(&args),
         Command::Run(args) => commands::run::run(args),
+        Command::Train(args) => commands::train::run(&args),
         Command::Rank(args) => commands::rank::run(&args),
         Command::Launch(args) => commands::launch::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),

@@ -136,7 +136,11 @@ fn lane(
 }
 
 /// The places of all ops of the rank: those of the plans, by buffer; words of no bytes are nowhere.
-fn places(lowered: &StepProgram, rank: Rank, planned: &[[Vec<Vec<OpPlaces>>; 2]]) -> io::Result<Vec<OpPlaces>> {
+fn places(
+    lowered: &StepProgram,
+    rank: Rank,
+    planned: &[[Vec<Vec<OpPlaces>>; 2]],
+) -> io::Result<Vec<OpPlaces>> {
     let ops = &lowered.program.ranks[rank.index()].ops;
     let nothing = Place { memory: Arc::new(Memory::private(0)?), view: View::empty() };
     let of = |op: &Op| match op.kind {

@@ -18,9 +18,9 @@
 //! What is above the seam (the last three) knows no model; what is below knows no network.
 
 pub mod chain;
+pub mod checkpoint;
 pub mod config;
 pub mod data;
-pub mod checkpoint;
 pub mod group;
 pub mod job;
 pub mod kernels;

@@ -72,7 +72,6 @@ impl Key {
 const COUNT: Kind = Kind::Count { least: 1 };
 const MAYBE: Kind = Kind::Count { least: 0 };
 const POSITIVE: Kind = Kind::Number { least: 0.0, most: f64::INFINITY };
-const SHARE: Kind = Kind::Number { least: 0.0, most: 1.0 };
 
 const GPT: &[&str] = &["gpt"];
 const UNET: &[&str] = &["u-transformer"];
@@ -111,7 +110,7 @@ pub const KEYS: &[Key] = &[
     key("data", "path", Kind::Texts, "", "Files, or folders of files. Relative paths start where the program was started.").only(FILES),
     key("data", "tokenizer", Kind::Text, "\"bytes\"", "`bytes`, or the path of a Hugging Face tokenizer.json.").only(TEXT),
     key("data", "end", Kind::Text, "", "The tokenizer's token behind every document, or `none`. Without it: the one that the tokenizer is known for.").only(TEXT),
-    key("data", "validation", SHARE, "0.05", "The share of the tokens that is kept from training.").only(FILES),
+    key("data", "validation_share", Kind::Number { least: 0.0, most: 0.99 }, "0.05", "The share of the tokens that is kept from training.").only(FILES),
     key("data", "seed", MAYBE, "0", "Of the order of samples, and of what is made up."),
     key("data", "waves", COUNT, "2", "Waves along each side of an image: more are harder to tell from noise.").only(IMAGES),
     key("data", "classes", COUNT, "8", "Kinds of images; the context tells which.").only(IMAGES),
@@ -140,6 +139,22 @@ pub const KEYS: &[Key] = &[
     key("pipeline", "chunks", COUNT, "", "Stages of a device. Without it: what the schedule needs."),
     key("pipeline", "backward", Kind::Choice(&["fused", "split"]), "", "Whether B and W are one pass. Without it: what the schedule needs."),
     key("pipeline", "balance", Kind::Choice(&["work", "parameters"]), "\"work\"", "What is shared out evenly over ranks where no `layers` are given: operations, or weights."),
+    key(
+        "pipeline",
+        "strategy",
+        Kind::Choice(&[
+            "flow",
+            "auto",
+            "sendrecv",
+            "allgather",
+            "broadcast:naive",
+            "broadcast:balance",
+            "broadcast:dfs",
+            "broadcast:greedy",
+        ]),
+        "\"flow\"",
+        "How activations and gradients cross between meshes.",
+    ),
     key("stage", "mesh", Kind::Mesh, "\"1\"", "`dp 2, tp 4`: `dp` splits samples, `tp` splits weights; `1` is a single rank."),
     key("stage", "layers", Kind::Counts { least: 0 }, "", "Transformer blocks (of a U-Transformer: pieces) on this mesh; with chunks, a list in model order. The first stage also has the embedding, the last one the head. Without it in any stage: shared out by `pipeline.balance`."),
     key("stage", "sequence_parallel", Kind::Flag, "false", "Whether the rows between tensor-parallel regions are split over `tp`."),

@@ -21,7 +21,7 @@ mod work;
 
 pub use cut::{Balance, cut};
 pub use error::{ConfigError, Origin, nearest};
-pub use resolve::{Resolved, resolve};
+pub use resolve::{AnyModel, Resolved, resolve};
 pub use typed::{
     DataKind, DataSection, Log, ModelKind, OptimizerSection, Pipeline, Precision, Saving, StageSection, Train,
 };

@@ -52,6 +52,17 @@ pub struct Resolved {
     pub work: Vec<UnitWork>,
 }
 
+impl Resolved {
+    /// Weights of the whole model; tied ones once.
+    pub fn parameters(&self) -> u64 {
+        let tied = match &self.model {
+            AnyModel::Gpt(gpt) if gpt.config().tied => (gpt.config().vocab * gpt.config().width) as u64,
+            _ => 0,
+        };
+        self.work.iter().map(|unit| unit.parameters).sum::<u64>() - tied
+    }
+}
+
 /// Weight updates move about this many numbers for every parameter, and compute hardly anything.
 const UPDATE_OPERATIONS: f64 = 40.0;
 
@@ -80,6 +91,7 @@ pub fn resolve(
         recompute: config.train.recompute,
         seed: config.train.seed,
         update: config.optimizer.update.clone(),
+        plan: config.pipeline.plan.clone(),
         overlap: config.train.overlap,
         times,
     };

@@ -2,6 +2,7 @@
 
 use crossmesh_core::dtype::DType;
 use crossmesh_core::mesh::Mesh;
+use crossmesh_core::reshard::PlanOptions;
 use crossmesh_core::schedule::{Backward, Name};
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
 
@@ -77,7 +78,7 @@ pub struct DataSection {
 pub enum DataKind {
     Language { vocab: usize, groups: usize, branching: usize },
     Text { paths: Vec<String>, tokenizer: Option<String>, end: Option<String>, validation: f64 },
-    Tokens { paths: Vec<String>, validation: f64 },
+    Tokens { path: String, validation: f64 },
     Images { waves: usize, classes: usize },
 }
 
@@ -102,12 +103,25 @@ impl DataSection {
                 paths: paths()?,
                 tokenizer: Some(values.text("data.tokenizer")).filter(|name| name != "bytes"),
                 end: values.maybe_text("data.end"),
-                validation: values.number("data.validation"),
+                validation: values.number("data.validation_share"),
             },
-            "tokens" => DataKind::Tokens { paths: paths()?, validation: values.number("data.validation") },
+            "tokens" => DataKind::Tokens {
+                path: one_path(values, paths()?)?,
+                validation: values.number("data.validation_share"),
+            },
             _ => DataKind::Images { waves: count("waves"), classes: count("classes") },
         };
         Ok(Self { kind, seed: count("seed") as u64 })
+    }
+}
+
+fn one_path(values: &Values, paths: Vec<String>) -> Result<String, ConfigError> {
+    match <[String; 1]>::try_from(paths) {
+        Ok([path]) => Ok(path),
+        Err(paths) => {
+            let reason = format!("these are {} token files, and there can be one", paths.len());
+            Err(values.error("data.path", reason, "pack them into one"))
+        }
     }
 }
 
@@ -230,6 +244,8 @@ pub struct Pipeline {
     pub chunks: Option<u32>,
     pub backward: Option<Backward>,
     pub balance: Balance,
+    /// How activations and gradients cross between stages.
+    pub plan: PlanOptions,
 }
 
 impl Pipeline {
@@ -244,6 +260,10 @@ impl Pipeline {
             balance: match values.text("pipeline.balance").as_str() {
                 "parameters" => Balance::Parameters,
                 _ => Balance::Work,
+            },
+            plan: PlanOptions {
+                strategy: values.text("pipeline.strategy").parse().expect("checked when it was read"),
+                ..PlanOptions::default()
             },
         }
     }
