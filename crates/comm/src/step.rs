@@ -11,11 +11,11 @@ use crossmesh_core::reshard::Plan;
 use crossmesh_core::step::{Direction, Step, StepProgram};
 
 use crate::buffer::{OpPlaces, RankBuffers, Sharing};
-use crate::clock::{Clock, Monotonic};
+use crate::clock::Monotonic;
 use crate::device::Device;
 use crate::engine::{Engine, JobSpec, Tensor};
 use crate::error::CommError;
-use crate::execute::{Barrier, ExecuteOptions, Failure, RankReport};
+use crate::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
 use crate::memory::{Memory, Place};
 use crate::pattern;
 use crate::transport::Link;
@@ -126,14 +126,15 @@ fn repeat(
             lane.buffers.iter().for_each(|b| pattern::poison_destinations(lane.plan, b));
         }
         let spec = JobSpec::of_step(run, &lowered.program, rank, places.clone(), tensors.clone())?;
-        barrier()?;
-        report.started_ns = Monotonic.now_ns();
+        barrier(Gate::Start)?;
         let handle = engine.start(spec)?;
         let done = engine.wait(handle)?;
         report.note(&done);
-        if options.check
-            && let Some(wrong) = first_wrong(lanes)
-        {
+        if !options.check {
+            continue;
+        }
+        barrier(Gate::Look)?;
+        if let Some(wrong) = first_wrong(lanes) {
             report.verified = false;
             report.wrong.get_or_insert(wrong);
         }
