@@ -144,7 +144,7 @@ impl<T: Scalar + Element> Passes<T> {
         microbatch: Id,
     ) -> Result<Value<HostBuf<T>>, PassFailure> {
         match end {
-            End::Data => self.from_feed(stage, port, microbatch),
+            End::Data => self.data(stage, port, microbatch),
             _ => {
                 let RankStage { chain, setup, .. } = &self.stages[&stage];
                 let (port, place) = (&chain.inputs()[port], &setup.place);
@@ -154,12 +154,7 @@ impl<T: Scalar + Element> Passes<T> {
         }
     }
 
-    fn from_feed(
-        &self,
-        stage: StageId,
-        port: usize,
-        microbatch: Id,
-    ) -> Result<Value<HostBuf<T>>, PassFailure> {
+    fn data(&self, stage: StageId, port: usize, microbatch: Id) -> Result<Value<HostBuf<T>>, PassFailure> {
         let RankStage { chain, setup, .. } = &self.stages[&stage];
         let (port, own) = (&chain.inputs()[port], setup.own_samples());
         let first = self.step * self.job.batch() + u64::from(microbatch.0) * self.job.samples as u64;
