@@ -14,12 +14,12 @@ use crossmesh_core::step::{Direction, Step, StepProgram};
 use rustc_hash::FxHashMap;
 
 use crate::buffer::{OpPlaces, RankBuffers, Sharing};
-use crate::clock::{Clock, Monotonic};
+use crate::clock::Monotonic;
 use crate::collectives::Element;
 use crate::device::Device;
 use crate::engine::{Engine, JobSpec, Tensor};
 use crate::error::CommError;
-use crate::execute::{Barrier, ExecuteOptions, Failure, RankReport};
+use crate::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
 use crate::memory::{Memory, Place};
 use crate::pattern;
 use crate::transport::Link;
@@ -202,14 +202,15 @@ fn repeat(
     for run in 0..options.repeat {
         buffers.all(step).for_each(|(plan, b)| pattern::poison_destinations(plan, b));
         let spec = buffers.job(run, lowered)?;
-        barrier()?;
-        report.started_ns = Monotonic.now_ns();
+        barrier(Gate::Start)?;
         let handle = engine.start(spec)?;
         let done = engine.wait(handle)?;
         report.note(&done);
-        if options.check
-            && let Some(wrong) = first_wrong(step, buffers)
-        {
+        if !options.check {
+            continue;
+        }
+        barrier(Gate::Look)?;
+        if let Some(wrong) = first_wrong(step, buffers) {
             report.verified = false;
             report.wrong.get_or_insert(wrong);
         }

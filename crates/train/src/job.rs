@@ -83,10 +83,14 @@ pub struct Job {
 pub enum JobError {
     #[error("{given} {what} are given, and the schedule has {wanted}")]
     Count { what: &'static str, given: usize, wanted: usize },
-    #[error("the mesh {mesh} of device {device} has {len} positions and {ranks} ranks")]
+    #[error("the mesh {mesh} of {device} has {len} positions and {ranks} ranks")]
     Ranks { device: DeviceId, mesh: Box<Mesh>, len: usize, ranks: usize },
-    #[error("stage {stage} has the units {units:?}, and the one before it ends at {wanted}")]
+    #[error("{stage} has the units {units:?}, and the one before it ends at {wanted}")]
     Gap { stage: StageId, units: Range<usize>, wanted: usize },
+    #[error(
+        "{stage} has no units: the schedule has {stages} stages, and the model {units} units\nhint: use fewer chunks, or a deeper model"
+    )]
+    Empty { stage: StageId, stages: usize, units: usize },
     #[error("the stages end at unit {end} of {units}")]
     Short { end: usize, units: usize },
     #[error(transparent)]
@@ -153,6 +157,9 @@ impl Job {
         for (stage, units) in placement.stages().zip(&self.stages) {
             if units.start != next || units.end < units.start {
                 return Err(JobError::Gap { stage, units: units.clone(), wanted: next });
+            }
+            if units.is_empty() {
+                return Err(JobError::Empty { stage, stages: self.stages.len(), units: num_units });
             }
             next = units.end;
         }

@@ -13,7 +13,9 @@ pub struct StepRecord {
     pub times: StepTimes,
     pub bytes_sent: u64,
     pub bytes_received: u64,
-    /// By stage of this rank: the most microbatches and bytes it held.
+    /// The most bytes that all stages of this rank held of their microbatches at once.
+    pub activation_bytes: u64,
+    /// By stage of this rank: the most microbatches and bytes it held, in all steps so far.
     pub peaks: Vec<Peak>,
     /// When every pass ran, in seconds from the step's start; if it was asked for.
     pub passes: Vec<PassSpan>,
@@ -37,6 +39,7 @@ pub struct StepTimes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peak {
     pub stage: u32,
+    /// That waited for their B.
     pub microbatches: usize,
     pub bytes: u64,
 }

@@ -4,6 +4,7 @@ mod common;
 mod grid;
 
 use crossmesh_core::schedule::Backward;
+use crossmesh_train::models::gpt::GptConfig;
 use crossmesh_train::models::unet::UnetConfig;
 use crossmesh_train::stage::Recompute;
 use grid::{Case, Kind, adamw, compare, compare_with, gpt_config, gradients, run};
@@ -53,9 +54,11 @@ fn every_schedule() {
         "v-zb",
         "dualpipev",
     ];
+    // Deep enough for the eight stages that a search may choose.
+    let kind = Kind::Gpt(GptConfig { layers: 6, ..gpt_config(true, 0.1) });
     for schedule in schedules {
-        compare(&Case::gpt(schedule, &PAIR));
-        compare(&Case::gpt(schedule, &["A{tp:2}", "B{dp:2}"]));
+        compare(&Case { kind: kind.clone(), ..Case::gpt(schedule, &PAIR) });
+        compare(&Case { kind: kind.clone(), ..Case::gpt(schedule, &["A{tp:2}", "B{dp:2}"]) });
     }
 }
 
@@ -117,8 +120,19 @@ fn more_ranks_than_samples() {
 
 #[test]
 fn u_transformer() {
-    let config =
-        UnetConfig { multipliers: vec![1, 2], attention: vec![true, false], ..UnetConfig::new(8, 8) };
+    let config = UnetConfig {
+        image: 4,
+        image_channels: 2,
+        base: 6,
+        multipliers: vec![1, 2],
+        blocks: 1,
+        attention: vec![true, false],
+        heads: 3,
+        groups: 3,
+        context_rows: 5,
+        context_width: 7,
+        epsilon: 1e-5,
+    };
     for (schedule, meshes) in
         [("1f1b", &["A{dp:2}", "B{tp:2}"][..]), ("zb-h1", &["A{dp:1}", "B{dp:2}", "C{dp:1}"])]
     {

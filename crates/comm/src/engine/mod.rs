@@ -577,6 +577,8 @@ impl Engine {
         let taken = self.take_events(peer, &mut events);
         self.events = events;
         taken?;
+        // Whoever waits for room has to hear of it here: if nothing is left to write, no event will tell.
+        self.wake_parked(peer);
         match result {
             Ok(()) => self.watch_write(peer),
             Err(error) => self.on_lost(peer, error),

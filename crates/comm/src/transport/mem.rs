@@ -58,9 +58,12 @@ impl End {
     }
 }
 
+/// A rank's links to others.
+pub type Links = Vec<(Rank, Box<dyn Link>)>;
+
 /// For so many ranks, the links of each to all others.
-pub fn mesh(ranks: usize) -> Result<Vec<Vec<(Rank, Box<dyn Link>)>>, LinkError> {
-    let mut links: Vec<Vec<(Rank, Box<dyn Link>)>> = (0..ranks).map(|_| vec![]).collect();
+pub fn mesh(ranks: usize) -> Result<Vec<Links>, LinkError> {
+    let mut links: Vec<Links> = (0..ranks).map(|_| vec![]).collect();
     for (a, b) in (0..ranks).flat_map(|b| (0..b).map(move |a| (a, b))) {
         let (here, there) = MemLink::pair()?;
         links[a].push((Rank::at(b), Box::new(here)));

@@ -10,8 +10,9 @@
 
 use std::cell::Cell;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crossmesh_comm::clock::{Clock as _, Monotonic};
 use crossmesh_comm::collectives::{
     Allocator, Buffer, CallError, Collectives, Element, GroupId, Pending, Reduction,
 };
@@ -73,9 +74,9 @@ pub fn add_waited(waited: Duration) {
 
 impl<R> Promise<R> {
     pub fn wait(self) -> Result<R, EngineGone> {
-        let start = Instant::now();
+        let start = Monotonic.now_ns();
         let result = self.reply.recv().map_err(|_| EngineGone);
-        add_waited(start.elapsed());
+        add_waited(Duration::from_nanos(Monotonic.now_ns() - start));
         result
     }
 }

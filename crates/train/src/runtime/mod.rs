@@ -184,6 +184,7 @@ impl<T: Scalar + Element> Trainer<T> {
             times: times::of(&self.wiring.lowered, self.me, &report, &waited, outcome.waited_for_all_s),
             bytes_sent: now.0 - sent.0,
             bytes_received: now.1 - sent.1,
+            activation_bytes: std::mem::take(&mut passes.peak_bytes),
             peaks: passes.stages.values().map(peak).collect(),
             passes: times::spans(&self.wiring.lowered, self.me, &report),
         };

@@ -53,6 +53,8 @@ pub struct Passes<T: Scalar> {
     /// This rank's summands of the loss, so far.
     pub loss: f64,
     pub waited: Waited,
+    /// The most bytes that all stages held at once.
+    pub peak_bytes: u64,
 }
 
 /// How long a rank stood still inside its passes, in seconds.
@@ -77,13 +79,25 @@ impl<T: Scalar + Element> Passes<T> {
         feed: Arc<dyn Feed>,
     ) -> Self {
         let stages = stages.into_iter().map(|stage| (stage.id, stage)).collect();
-        let here = BTreeMap::new();
-        let waited = Waited::default();
-        Self { job, wiring, kernels, stages, update, buffers, feed, here, step: 0, loss: 0.0, waited }
+        Self {
+            job,
+            wiring,
+            kernels,
+            stages,
+            update,
+            buffers,
+            feed,
+            here: BTreeMap::new(),
+            step: 0,
+            loss: 0.0,
+            waited: Waited::default(),
+            peak_bytes: 0,
+        }
     }
 
     pub fn run(&mut self, pass: Pass) -> Result<(), PassFailure> {
         let result = self.compute(pass);
+        self.look();
         let waited = take_waited().as_secs_f64();
         match pass.kind {
             PassKind::Optimizer => self.waited.update += waited,
@@ -100,6 +114,7 @@ impl<T: Scalar + Element> Passes<T> {
             PassKind::W => self.backward_weight(stage, microbatch),
             PassKind::BW => {
                 self.backward_input(stage, microbatch)?;
+                self.look();
                 self.backward_weight(stage, microbatch)
             }
             PassKind::Optimizer => self.update_weights(),
@@ -107,6 +122,12 @@ impl<T: Scalar + Element> Passes<T> {
                 Err(format!("{pass} is not a pass that a stage can make").into())
             }
         }
+    }
+
+    /// Counts what is held now.
+    fn look(&mut self) {
+        let bytes = self.stages.values().map(|stage| stage.chain.live().bytes).sum();
+        self.peak_bytes = self.peak_bytes.max(bytes);
     }
 
     fn microbatch(&self, id: Id) -> Microbatch {
@@ -144,7 +165,7 @@ impl<T: Scalar + Element> Passes<T> {
         microbatch: Id,
     ) -> Result<Value<HostBuf<T>>, PassFailure> {
         match end {
-            End::Data => self.from_feed(stage, port, microbatch),
+            End::Data => self.data(stage, port, microbatch),
             _ => {
                 let RankStage { chain, setup, .. } = &self.stages[&stage];
                 let (port, place) = (&chain.inputs()[port], &setup.place);
@@ -154,12 +175,7 @@ impl<T: Scalar + Element> Passes<T> {
         }
     }
 
-    fn from_feed(
-        &self,
-        stage: StageId,
-        port: usize,
-        microbatch: Id,
-    ) -> Result<Value<HostBuf<T>>, PassFailure> {
+    fn data(&self, stage: StageId, port: usize, microbatch: Id) -> Result<Value<HostBuf<T>>, PassFailure> {
         let RankStage { chain, setup, .. } = &self.stages[&stage];
         let (port, own) = (&chain.inputs()[port], setup.own_samples());
         let first = self.step * self.job.batch() + u64::from(microbatch.0) * self.job.samples as u64;
