@@ -235,6 +235,9 @@ fn train(args: &Args, config: Config) -> Result<Answer> {
         output::write_file(&html, &report::train::render(&page, report::provenance()))?;
     }
     outcome?;
+    if !writes {
+        return Ok(Answer::Yes);
+    }
     let summary = summary(&first, &seen, resumed_at, restarts, (metrics, html));
     match args.format() {
         Format::Text => output::print(&render(&summary, &board.facts))?,

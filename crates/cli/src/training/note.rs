@@ -19,6 +19,7 @@ pub struct StepNote {
     times: [f64; 5],
     bytes_sent: u64,
     bytes_received: u64,
+    activation_bytes: u64,
     peaks: Vec<(u32, usize, u64)>,
     #[serde(default)]
     passes: Vec<(String, f64, f64)>,
@@ -42,6 +43,7 @@ impl StepNote {
             times: [step, compute, exposed, bubble, optimizer],
             bytes_sent: record.bytes_sent,
             bytes_received: record.bytes_received,
+            activation_bytes: record.activation_bytes,
             peaks: record.peaks.iter().map(|p| (p.stage, p.microbatches, p.bytes)).collect(),
             passes: passes.map(|p| (p.pass.clone(), micro(p.start), micro(p.end))).collect(),
         }
@@ -59,6 +61,7 @@ impl StepNote {
             times: StepTimes { step, compute, exposed, bubble, optimizer },
             bytes_sent: self.bytes_sent,
             bytes_received: self.bytes_received,
+            activation_bytes: self.activation_bytes,
             peaks: self.peaks.into_iter().map(peak).collect(),
             passes: self.passes.into_iter().map(span).collect(),
         }
@@ -92,6 +95,7 @@ mod tests {
             times: StepTimes { step: 1.0, compute: 0.5, exposed: 0.25, bubble: 0.125, optimizer: 0.125 },
             bytes_sent: 7,
             bytes_received: 8,
+            activation_bytes: 9,
             peaks: vec![Peak { stage: 1, microbatches: 2, bytes: 3 }],
             passes: vec![PassSpan { pass: "0F3".into(), start: 0.25, end: 0.5 }],
         };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crossmesh_comm::collectives::Element;
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, RankReport};
+use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_core::id::Rank;
 use crossmesh_train::config::Precision;
 use crossmesh_train::data::{self, DataSet, Split};
@@ -80,7 +80,7 @@ fn run<T: Scalar + Element>(
     if let Some(folder) = &training.doc.resume {
         saver.load(trainer, Path::new(folder))?;
     }
-    barrier()?;
+    barrier(Gate::Start)?;
     let steps = training.config.train.steps;
     let (mut seconds, mut sent, mut received) = (0.0, 0, 0);
     while trainer.steps() < steps {
