@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use crossmesh_core::units::Bytes;
-use crossmesh_train::data::file::{self, Encoding, Header, TokenFile};
+use crossmesh_train::data::file::{self, Encoding, Header, PackProgress, TokenFile};
 use crossmesh_train::data::text::{DocumentEnd, Encoder};
 use serde::Serialize;
 
@@ -32,8 +32,9 @@ enum Command {
 /// Make a token file from UTF-8 files and folders.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "A file is a document. Folders are read to the bottom, in the order of the paths; names that start with a dot are
-left out. The token file appears when it is complete. docs/token-file.md has the format."
+    after_help = "A file is a document. Folders are read to the bottom, in the order of the paths; names that
+start with a dot are left out. The token file appears when it is complete.
+docs/token-file.md has the format."
 )]
 struct PackArgs {
     /// Files and folders of text
@@ -74,6 +75,26 @@ pub fn run(args: &Args) -> Result<Answer> {
     }
 }
 
+/// A line of progress that is written again when there is something new to say.
+struct Percent {
+    line: Progress,
+    doing: &'static str,
+    said: Option<u64>,
+}
+
+impl Percent {
+    fn new(doing: &'static str) -> Self {
+        Self { line: Progress::new(), doing, said: None }
+    }
+
+    fn say(&mut self, done: u64, all: u64) {
+        let percent = (100.0 * done as f64 / all as f64) as u64;
+        if self.said.replace(percent) != Some(percent) {
+            self.line.say(&format!("{}: {percent} % of {}", self.doing, Bytes(all)));
+        }
+    }
+}
+
 /// A token file as JSON.
 #[derive(Debug, Serialize)]
 struct Described {
@@ -104,11 +125,9 @@ fn pack(args: &PackArgs) -> Result<Answer> {
     };
     let cores = || std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let threads = args.threads.map_or_else(cores, usize::from);
-    let line = Progress::new();
-    let packed = file::pack(&args.inputs, &encoder, &args.output, threads, &mut |p| {
-        let percent = 100.0 * p.bytes_done as f64 / p.bytes as f64;
-        line.say(&format!("packing: {percent:.0} % of {}, {} tokens", Bytes(p.bytes), p.tokens));
-    })?;
+    let mut line = Percent::new("packing");
+    let mut progress = |p: PackProgress| line.say(p.bytes_done, p.bytes);
+    let packed = file::pack(&args.inputs, &encoder, &args.output, threads, &mut progress)?;
     drop(line);
     let mut described = describe(&args.output, &packed.header, packed.file_bytes);
     described.text_bytes = Some(packed.text_bytes);
@@ -117,8 +136,8 @@ fn pack(args: &PackArgs) -> Result<Answer> {
 
 fn show(args: &ShowArgs) -> Result<Answer> {
     let file = TokenFile::open(&args.file)?;
-    let line = Progress::new();
-    file.verify(&mut |done| line.say(&format!("checking: {} of {}", Bytes(done), Bytes(file.bytes()))))?;
+    let mut line = Percent::new("checking");
+    file.verify(&mut |done| line.say(done.min(file.bytes()), file.bytes()))?;
     drop(line);
     let starts = file.documents()?;
     let ends = starts.iter().skip(1).copied().chain([file.header().tokens]);
