@@ -65,6 +65,7 @@ enum Command {
     Diff(commands::diff::Args),
     Bench(commands::bench::Args),
     Schedule(commands::schedule::Args),
+    Data(commands::data::Args),
     Run(commands::run::Args),
     Launch(commands::launch::Args),
     #[command(hide = true)]
@@ -83,6 +84,7 @@ fn main() -> ExitCode {
         Command::Diff(args) => commands::diff::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Schedule(args) => commands::schedule::run(&args),
+        Command::Data(args) => commands::data::run(&args),
         Command::Run(args) => commands::run::run(args),
         Command::Rank(args) => commands::rank::run(&args),
         Command::Launch(args) => commands::launch::run(&args),

@@ -6,6 +6,7 @@
 //! chain       units of a model in a row are a stage
 //! models      GPT, the U-Transformer
 //! stage       THE SEAM: passes over buffers with names and layouts, parameters, bytes
+//! data        samples that have numbers: text, token files, made-up languages and images
 //! optim       AdamW, SGD, clipping, schedules, on flat shards
 //! job         which stage runs on which mesh, in which order
 //! wiring      a job as a step: a reshard plan on every edge
@@ -15,6 +16,7 @@
 //! What is above the seam (the last three) knows no model; what is below knows no network.
 
 pub mod chain;
+pub mod data;
 pub mod group;
 pub mod job;
 pub mod kernels;

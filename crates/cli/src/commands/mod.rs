@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod completions;
+pub mod data;
 pub mod diff;
 pub mod explain;
 pub mod launch;
