@@ -68,6 +68,7 @@ enum Command {
     Data(commands::data::Args),
     Run(commands::run::Args),
     Launch(commands::launch::Args),
+    Checkpoint(commands::checkpoint::Args),
     #[command(hide = true)]
     Rank(commands::rank::Args),
     Completions(commands::completions::Args),
@@ -88,6 +89,7 @@ fn main() -> ExitCode {
         Command::Run(args) => commands::run::run(args),
         Command::Rank(args) => commands::rank::run(&args),
         Command::Launch(args) => commands::launch::run(&args),
+        Command::Checkpoint(args) => commands::checkpoint::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),
     };
     joined::leave(answer.is_ok());

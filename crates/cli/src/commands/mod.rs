@@ -1,6 +1,7 @@
 //! A file per command: its arguments, and `run`, which answers.
 
 pub mod bench;
+pub mod checkpoint;
 pub mod completions;
 pub mod data;
 pub mod diff;
