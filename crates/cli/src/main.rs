@@ -33,6 +33,7 @@ mod sweep_doc;
 mod task;
 mod timetable;
 mod trace_doc;
+mod training;
 
 /// What a command found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +68,7 @@ enum Command {
     Schedule(commands::schedule::Args),
     Data(commands::data::Args),
     Run(commands::run::Args),
+    Train(commands::train::Args),
     Launch(commands::launch::Args),
     Checkpoint(commands::checkpoint::Args),
     #[command(hide = true)]
@@ -87,6 +89,7 @@ fn main() -> ExitCode {
         Command::Schedule(args) => commands::schedule::run(&args),
         Command::Data(args) => commands::data::run(&args),
         Command::Run(args) => commands::run::run(args),
+        Command::Train(args) => commands::train::run(&args),
         Command::Rank(args) => commands::rank::run(&args),
         Command::Launch(args) => commands::launch::run(&args),
         Command::Checkpoint(args) => commands::checkpoint::run(&args),

@@ -26,6 +26,7 @@ use crate::part::Summary;
 use crate::predict::Prediction;
 use crate::records::{MeasuredTrace, Records, measured_trace};
 use crate::task::Task;
+use crate::training::OnStep;
 
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 512;
@@ -115,6 +116,13 @@ pub struct RunFailed {
     aborts: Vec<Abort>,
 }
 
+impl RunFailed {
+    /// Whether nobody stopped it.
+    pub fn is_by_accident(&self) -> bool {
+        !matches!(self.outcome, Outcome::Signalled(_))
+    }
+}
+
 impl std::error::Error for RunFailed {}
 
 impl fmt::Display for RunFailed {
@@ -194,7 +202,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let heard = Arc::new(Heard::default());
     let job = Job::start(
         processes.collect::<Result<_>>()?,
-        listen(&heard, work.task.num_rounds(options.repeat)),
+        listen(&heard, work.task.num_rounds(options.repeat), work.task.on_step()),
         GRACE,
     )?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
@@ -310,10 +318,11 @@ struct Heard {
     aborts: Mutex<Vec<Abort>>,
 }
 
-fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
+fn listen(heard: &Arc<Heard>, repeat: u32, on_step: Option<OnStep>) -> OnLine {
     let (heard, progress) = (heard.clone(), Progress::new());
     Arc::new(move |line: Line<'_>| match (line.source, serde_json::from_str::<Said>(line.text)) {
         (Source::Stdout, Ok(Said::Round(round))) => progress.say(&format!("run {round} of {repeat}")),
+        (Source::Stdout, Ok(Said::Step(note))) => on_step.iter().for_each(|hear| hear(note.clone())),
         (Source::Stdout, Ok(Said::Report(summary))) => {
             heard.summaries.lock().expect("no thread panics with it").push(summary);
         }

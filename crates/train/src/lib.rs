@@ -6,6 +6,7 @@
 //! chain       units of a model in a row are a stage
 //! models      GPT, the U-Transformer
 //! stage       THE SEAM: passes over buffers with names and layouts, parameters, bytes
+//! config      from TOML to a job
 //! data        samples that have numbers: text, token files, made-up languages and images
 //! optim       AdamW, SGD, clipping, schedules, on flat shards
 //! checkpoint  what a training run has learnt, on disk: every element once, loaded on any layout
@@ -18,6 +19,7 @@
 
 pub mod chain;
 pub mod checkpoint;
+pub mod config;
 pub mod data;
 pub mod group;
 pub mod job;

@@ -12,4 +12,5 @@ pub mod rank;
 pub mod run;
 pub mod schedule;
 pub mod simulate;
+pub mod train;
 pub mod verify;
