@@ -216,11 +216,12 @@ fn train(args: &Args, config: Config) -> Result<Answer> {
             Ok(()) => break Ok(()),
             Err(error) if restarts < args.restarts && can_restart(&error) => {
                 restarts += 1;
+                let reached = board.steps();
                 from = restart_from(&training, from, resumed_at)?;
                 let step = from.as_ref().map_or(0, |f| f.step);
                 board.open(&metrics, step)?;
                 output::remark(&format!(
-                    "{error:#}\nstarting again from step {step}, restart {restarts} of {}",
+                    "{error:#}\nit was at step {reached}; starting again from step {step}, restart {restarts} of {}",
                     args.restarts
                 ));
             }
@@ -297,7 +298,6 @@ fn facts(training: &Training, joined: bool) -> Facts {
         steps: training.config.train.steps,
         batch: training.resolved.job.batch(),
         tokens: training.tokens(),
-        reachable_loss: training.data.reachable_loss(),
         every: training.config.log.every,
     }
 }

@@ -223,8 +223,8 @@ impl Curve {
                 (self.label)(value)
             );
         }
-        for tick in ticks(steps, 8) {
-            let step = (first_step + tick).round();
+        let round = |step: &f64| step.fract() == 0.0 && *step >= first_step;
+        for step in ticks(last_step, 8).into_iter().filter(round) {
             let _ = writeln!(
                 svg,
                 "<text class=\"soft\" x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{step}</text>",

@@ -23,7 +23,6 @@ pub struct Facts {
     pub batch: u64,
     /// Of a sample, where it is made of tokens.
     pub tokens: Option<usize>,
-    pub reachable_loss: Option<f64>,
     /// Steps between two printed lines.
     pub every: u64,
 }
@@ -225,7 +224,7 @@ mod tests {
 
     fn facts() -> Facts {
         let ranks = vec![Rank(0), Rank(1)];
-        Facts { ranks, steps: 10, batch: 8, tokens: Some(4), reachable_loss: None, every: 5 }
+        Facts { ranks, steps: 10, batch: 8, tokens: Some(4), every: 5 }
     }
 
     fn note(rank: u32, step: u64, seconds: f64) -> StepNote {

@@ -42,7 +42,7 @@ fn timeline(training: &Training, records: &BTreeMap<Rank, StepRecord>) -> Result
         let span = |(pass, span): &(Pass, crossmesh_core::trace::OpSpan)| {
             (pass.to_string(), span.start_s, span.end_s)
         };
-        let name = format!("{} predicted", device.device);
+        let name = format!("d{} predicted", device.device.0);
         rows.push(TimelineRow { name, predicted: true, passes: device.passes.iter().map(span).collect() });
         for rank in step.ranks_of(device.device) {
             let Some(record) = records.get(rank) else { continue };
