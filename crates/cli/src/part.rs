@@ -11,7 +11,7 @@ use crossmesh_comm::clock::Moment;
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{EngineOptions, Interrupt};
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport};
+use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_comm::flight::FlightRecord;
 use crossmesh_comm::rendezvous::{
     Abort, Fault, Links, Log, Meeting, OnAbort, Patience, RendezvousError, Word,
@@ -97,10 +97,12 @@ impl Part<'_> {
         let options =
             ExecuteOptions { engine, sharing, repeat: self.repeat, check: true, measure_memory: true };
         let mut started = vec![];
-        let mut barrier = || {
+        let mut barrier = |gate: Gate| {
             meeting.barrier(self.barrier()).map_err(|e| comm_error(self.rank, e))?;
-            started.push(Moment::now(meeting.clock()));
-            on_round(started.len() as u32);
+            if gate == Gate::Start {
+                started.push(Moment::now(meeting.clock()));
+                on_round(started.len() as u32);
+            }
             Ok(())
         };
         let executed = self.task.execute(self.rank, links, &options, &mut barrier);
@@ -123,7 +125,7 @@ impl Part<'_> {
 
     /// For a rank that the plan does not know: waits where the others do.
     pub fn watch(&self, meeting: &mut dyn Meeting) -> Result<Summary, Abort> {
-        // Before every run, and when all is over.
+        // Wherever the others do, and when all is over.
         for _ in 0..=self.task.num_barriers(self.repeat) {
             if let Err(error) = meeting.barrier(self.barrier()) {
                 return Err(meeting.fail(fault(&comm_error(self.rank, error))));

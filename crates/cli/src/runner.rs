@@ -194,7 +194,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let heard = Arc::new(Heard::default());
     let job = Job::start(
         processes.collect::<Result<_>>()?,
-        listen(&heard, work.task.num_barriers(options.repeat)),
+        listen(&heard, work.task.num_rounds(options.repeat)),
         GRACE,
     )?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));

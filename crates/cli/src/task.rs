@@ -106,11 +106,20 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// How often the ranks wait for each other: before every run, or every case of a sweep.
-    pub fn num_barriers(&self, repeat: u32) -> u32 {
+    /// What ranks begin together: every run, or every case of a sweep.
+    pub fn num_rounds(&self, repeat: u32) -> u32 {
         match self {
             Task::Plan { .. } | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32,
+        }
+    }
+
+    /// How often the ranks wait for each other until all rounds are over. Those of a run do twice in a round: before it
+    /// starts, and before they look at what arrived.
+    pub fn num_barriers(&self, repeat: u32) -> u32 {
+        match self {
+            Task::Plan { .. } | Task::Step { .. } => 2 * self.num_rounds(repeat),
+            Task::Sweep { .. } => self.num_rounds(repeat),
         }
     }
 

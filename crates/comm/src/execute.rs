@@ -6,7 +6,7 @@ use crossmesh_core::reshard::{Plan, lower};
 use serde::{Deserialize, Serialize};
 
 use crate::buffer::{RankBuffers, Sharing};
-use crate::clock::{Clock, Monotonic};
+use crate::clock::Monotonic;
 use crate::combine::Combine;
 use crate::engine::{Engine, EngineOptions, JobReport, JobSpec};
 use crate::error::CommError;
@@ -15,8 +15,17 @@ use crate::pattern;
 use crate::transport::Link;
 use crate::usage::{ExtraMemory, Meter};
 
-/// How ranks wait for each other before the clock starts. Whoever connected them knows how.
-pub type Barrier<'a> = dyn FnMut() -> Result<(), CommError> + Send + 'a;
+/// Where ranks wait for each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gate {
+    /// Before the clock starts.
+    Start,
+    /// Before they look at what arrived: whoever is done would else take the processor from those who are not.
+    Look,
+}
+
+/// How ranks wait for each other. Whoever connected them knows how.
+pub type Barrier<'a> = dyn FnMut(Gate) -> Result<(), CommError> + Send + 'a;
 
 /// What a user may set.
 #[derive(Debug, Clone)]
@@ -56,8 +65,6 @@ pub struct RankReport {
     pub wrong: Option<String>,
     /// When each op ran in the last repetition, in seconds from its start.
     pub ops: Vec<(f64, f64)>,
-    /// When the last repetition started, by the machine's monotonic clock.
-    pub started_ns: u64,
     /// Missing where it was not measured.
     pub memory: Option<ExtraMemory>,
     /// Repetitions began with a barrier of the ranks' own: when each of them started need not be compared.
@@ -84,7 +91,6 @@ impl RankReport {
             verified: true,
             wrong: None,
             ops: vec![],
-            started_ns: 0,
             memory: None,
             synced: false,
         }
@@ -184,14 +190,17 @@ impl Run<'_> {
             if let Some(meter) = &mut meter {
                 meter.begin();
             }
-            barrier()?;
-            report.started_ns = Monotonic.now_ns();
+            barrier(Gate::Start)?;
             let handle = engine.start(spec)?;
             let done = engine.wait(handle)?;
             if let Some(meter) = meter {
                 meter.end();
             }
-            self.note(&mut report, done);
+            report.note(&done);
+            if self.check {
+                barrier(Gate::Look)?;
+                self.look(&mut report);
+            }
         }
         report.memory = self.extra_memory(engine);
         Ok(report)
@@ -207,11 +216,8 @@ impl Run<'_> {
         })
     }
 
-    fn note(&self, report: &mut RankReport, done: JobReport) {
-        report.note(&done);
-        if self.check
-            && let Some(wrong) = pattern::check_destinations(self.plan, self.buffers)
-        {
+    fn look(&self, report: &mut RankReport) {
+        if let Some(wrong) = pattern::check_destinations(self.plan, self.buffers) {
             report.verified = false;
             report.wrong.get_or_insert(wrong.to_string());
         }

@@ -13,7 +13,7 @@ use crate::clock::{Clock, Monotonic};
 use crate::collectives::{Buffer, CallError, Collectives, Element, GroupId, Reduction};
 use crate::engine::Engine;
 use crate::error::CommError;
-use crate::execute::{Barrier, ExecuteOptions, Failure, RankReport};
+use crate::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
 use crate::transport::Link;
 
 /// How long a round should take.
@@ -111,7 +111,7 @@ fn run_cases(
 ) -> Result<(), CallError> {
     let group = comm.group(ranks)?;
     for case in &sweep.cases {
-        barrier()?;
+        barrier(Gate::Start)?;
         comm.set_options(case.options());
         match case.dtype {
             DType::F64 => run_case::<f64>(comm, group, ranks, case, options, report)?,

@@ -76,7 +76,7 @@ mod stops {
 
     use crossmesh_comm::engine::EngineOptions;
     use crossmesh_comm::error::CommError;
-    use crossmesh_comm::execute::{ExecuteOptions, execute, peers_of};
+    use crossmesh_comm::execute::{ExecuteOptions, Gate, execute, peers_of};
     use crossmesh_comm::rendezvous::{Abort, Fault, Meeting, RendezvousError};
     use crossmesh_comm::transport::mpi::OverMpi;
     use crossmesh_core::id::Rank;
@@ -120,7 +120,7 @@ mod stops {
             EngineOptions { deadline_ms: 1000, hosts: meeting.hosts().to_vec(), ..Default::default() };
         // The first of the chain may be done before it is missed, and waits for the others then.
         let options = ExecuteOptions { engine, repeat: 2, ..options(Kind::Mpi) };
-        let mut barrier = || {
+        let mut barrier = |_: Gate| {
             let aborted = |error| match error {
                 RendezvousError::Aborted(Abort { culprit, host, text }) => {
                     CommError::Aborted { me, culprit, host, reason: text }

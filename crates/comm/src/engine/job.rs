@@ -44,7 +44,8 @@ impl JobSpec {
         let places = places.map_err(|(op, why)| CommError::BadProgram { me, op, why })?;
         let tensors = plan.problem.reshards.iter().enumerate().map(|(i, r)| tensor(i, r)).collect();
         let rank = program.ranks[me.index()].clone();
-        Self { id, priority: 0, chunk_bytes: program.chunk_bytes, program: rank, places, tensors }.checked(me)
+        Self { id, priority: 0, chunk_bytes: chunk_bytes(program), program: rank, places, tensors }
+            .checked(me)
     }
 
     /// A step's program, with a place for every op and a name for every instance of a crossing.
@@ -56,7 +57,8 @@ impl JobSpec {
         tensors: Vec<Tensor>,
     ) -> Result<Self, CommError> {
         let rank = program.ranks[me.index()].clone();
-        Self { id, priority: 0, chunk_bytes: program.chunk_bytes, program: rank, places, tensors }.checked(me)
+        Self { id, priority: 0, chunk_bytes: chunk_bytes(program), program: rank, places, tensors }
+            .checked(me)
     }
 
     fn checked(self, me: Rank) -> Result<Self, CommError> {
@@ -73,6 +75,12 @@ impl JobSpec {
         }
         Ok(self)
     }
+}
+
+/// What may be sent in one part. Where nobody forwards what has half arrived, nobody gains by small ones.
+fn chunk_bytes(program: &Program) -> u64 {
+    let streams = program.ranks.iter().any(|rank| rank.deps.iter().any(|dep| dep.kind == DepKind::Stream));
+    if streams { program.chunk_bytes } else { u64::MAX }
 }
 
 fn tensor(index: usize, reshard: &crossmesh_core::reshard::Reshard) -> Tensor {

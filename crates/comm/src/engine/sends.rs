@@ -77,7 +77,6 @@ impl Engine {
                 let p = &self.peers[peer];
                 if p.link.has_work() || (p.link.wants_write() && !p.watches_write) {
                     self.flush(peer)?;
-                    self.wake_parked(peer);
                 }
             }
             // What a flush brings may have to be announced, also to peers that had their turn.

@@ -1,7 +1,8 @@
-//! The order of sends, on links that take everything and write down what they took.
+//! The order of sends, on links that write down what they took.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crossmesh_core::id::Rank;
@@ -21,6 +22,7 @@ type Taken = Arc<Mutex<Vec<(Message, Range<u64>)>>>;
 struct Recorder {
     fd: OwnedFd,
     taken: Taken,
+    full: Arc<AtomicBool>,
     sent: Vec<Event>,
 }
 
@@ -37,7 +39,7 @@ impl Link for Recorder {
     fn expect(&mut self, _: Message, _: Expected) {}
     fn announce(&mut self, _: u32, _: &[u32]) {}
     fn has_room(&self) -> bool {
-        true
+        !self.full.load(Ordering::Relaxed)
     }
     fn part_bytes(&self, _: u64) -> u64 {
         1000
@@ -81,8 +83,12 @@ fn spec(plan: &Plan, id: u32, weights: [u64; 2]) -> JobSpec {
 }
 
 fn engine(taken: &Taken) -> Engine {
-    let link =
-        || Recorder { fd: eventfd(0, EventfdFlags::NONBLOCK).unwrap(), taken: taken.clone(), sent: vec![] };
+    engine_with_room(taken, &Arc::default())
+}
+
+fn engine_with_room(taken: &Taken, full: &Arc<AtomicBool>) -> Engine {
+    let fd = || eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+    let link = || Recorder { fd: fd(), taken: taken.clone(), full: full.clone(), sent: vec![] };
     let links = [1, 2].map(|r| (Rank(r), Box::new(link()) as Box<dyn Link>)).into();
     Engine::new(Rank(0), links, Box::new(Monotonic), EngineOptions::default()).unwrap()
 }
@@ -131,4 +137,18 @@ fn the_job_of_higher_priority_sends_first() {
     }
     let jobs: Vec<u32> = taken.lock().unwrap().iter().map(|(m, _)| m.job).collect();
     assert!(jobs.is_sorted_by(|a, b| a >= b), "{jobs:?}");
+}
+
+/// A heartbeat may be what empties a link; nothing else comes from it then.
+#[test]
+fn whoever_waits_for_room_hears_of_it_from_any_flush() {
+    let (plan, taken, full) = (fan_out(), Taken::default(), Arc::new(AtomicBool::new(true)));
+    let mut engine = engine_with_room(&taken, &full);
+    let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
+    engine.on_ready(0, vec![0, 1]).unwrap();
+    assert!(!engine.test(handle).unwrap());
+    assert!(taken.lock().unwrap().is_empty());
+    full.store(false, Ordering::Relaxed);
+    (0..2).for_each(|peer| engine.flush(peer).unwrap());
+    assert!(engine.test(handle).unwrap());
 }

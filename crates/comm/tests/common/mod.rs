@@ -13,7 +13,7 @@ use std::sync::Barrier;
 
 use crossmesh_comm::buffer::Sharing;
 use crossmesh_comm::engine::EngineOptions;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, execute, peers_of};
+use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport, execute, peers_of};
 use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::mem::MemLink;
 use crossmesh_comm::transport::stream::StreamLink;
@@ -101,7 +101,7 @@ pub fn run_all(
             .map(|(rank, links)| {
                 let gate = &gate;
                 scope.spawn(move || {
-                    let mut barrier = || {
+                    let mut barrier = |_: Gate| {
                         gate.wait();
                         Ok(())
                     };

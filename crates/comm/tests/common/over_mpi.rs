@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, RankReport, execute, peers_of};
+use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport, execute, peers_of};
 use crossmesh_comm::rendezvous::Meeting;
 use crossmesh_comm::transport::mpi::OverMpi;
 use crossmesh_core::id::Rank;
@@ -40,13 +40,14 @@ pub fn run_all(plan: &Plan, options: &ExecuteOptions) -> BTreeMap<Rank, Result<R
     let report = if me.index() < program.ranks.len() {
         let peers = peers_of(&program, me).into_iter().collect();
         let links = meeting.connect(&peers, soon()).unwrap();
-        let mut barrier = || {
+        let mut barrier = |_: Gate| {
             let cause = |e: crossmesh_comm::rendezvous::RendezvousError| e.to_string();
             meeting.barrier(soon()).map_err(|e| CommError::System { me, what: "wait", cause: cause(e) })
         };
         execute(plan, me, links, options, &mut barrier).unwrap_or_else(|e| panic!("{me}: {e}"))
     } else {
-        (0..options.repeat).for_each(|_| meeting.barrier(soon()).unwrap());
+        let gates = if options.check { 2 } else { 1 };
+        (0..gates * options.repeat).for_each(|_| meeting.barrier(soon()).unwrap());
         RankReport::idle(me)
     };
     let shared = meeting.share(serde_json::to_string(&report).unwrap(), soon()).unwrap();
