@@ -119,7 +119,14 @@ fn mistakes_are_named_with_their_line_and_the_nearest_key() {
         "{set}"
     );
     assert!(refused(&["--set", "stage.0.mesh=dp 3", "--dry-run"]).contains("stage 0 splits the 2 samples"));
-    assert!(refused(&["--set", "data.kind=text", "--set", "data.path=none.txt"]).contains("none.txt"));
+    let missing = refused(&["--set", "data.kind=text", "--set", "data.path=none.txt"]);
+    assert!(
+        missing.starts_with("error: tiny.toml:7: data.vocab: data of kind \"text\" has no such key"),
+        "{missing}"
+    );
+    run.scratch.file("tiny.toml", "[data]\nkind = \"text\"\npath = \"none.txt\"\n");
+    assert!(refused(&[]).contains("none.txt"));
+    run.scratch.file("tiny.toml", TINY);
     let branching = refused(&["--set", "data.branching=99"]);
     assert!(branching.starts_with("error: --set data.branching=99: data.branching: 99: "), "{branching}");
     assert!(refused(&["--resume"]).contains("there is no checkpoint to go on from in runs/tiny/checkpoints"));

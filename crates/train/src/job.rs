@@ -73,6 +73,8 @@ pub struct Job {
     pub plan: PlanOptions,
     /// Whether they do beside compute.
     pub overlap: bool,
+    /// Whether only a byte crosses in their place, and stages compute with made-up numbers: for measuring what communication costs.
+    pub signal: bool,
     /// By stage: how long passes are thought to take, for predictions.
     pub times: Vec<PassTimes>,
 }

@@ -9,10 +9,10 @@
 //! config      from TOML to a job
 //! data        samples that have numbers: text, token files, made-up languages and images
 //! optim       AdamW, SGD, clipping, schedules, on flat shards
+//! checkpoint  what a training run has learnt, on disk: every element once, loaded on any layout
 //! job         which stage runs on which mesh, in which order
 //! wiring      a job as a step: a reshard plan on every edge
 //! runtime     a rank of a job: the engine moves, a thread computes
-//! checkpoint  what a training run has learnt, on disk: every element once, loaded on any layout
 //! ```
 //!
 //! What is above the seam (the last three) knows no model; what is below knows no network.

@@ -163,6 +163,13 @@ fn crossings(job: &Job, edges: &[Edge], outlines: &[Outline]) -> Result<(Vec<Cro
     }
     let mut crossings = vec![];
     for ((from, to), crossed) in between {
+        if job.signal {
+            for edge in crossed {
+                ends[edge] = End::Crossing { crossing: crossings.len(), tensor: 0 };
+            }
+            crossings.push(signal(job, StageEdge { from: StageId::at(from), to: StageId::at(to) })?);
+            continue;
+        }
         let layouts = |i: &usize| {
             let (e, outline) = (&edges[*i], outlines);
             (&outline[from].outputs[e.output].layout, &outline[to].inputs[e.input].layout)
@@ -187,6 +194,22 @@ fn crossings(job: &Job, edges: &[Edge], outlines: &[Outline]) -> Result<(Vec<Cro
         });
     }
     Ok((crossings, ends))
+}
+
+/// A crossing that only says that the pass before it is over.
+fn signal(job: &Job, edge: StageEdge) -> Result<Crossing, JobError> {
+    let byte = |stage| -> Layout {
+        format!("u8[1]@{}(_)", job.team_of(stage).mesh).parse().expect("one byte for every rank is a layout")
+    };
+    let (from, to) = (byte(edge.from), byte(edge.to));
+    Ok(Crossing {
+        name: "signal".into(),
+        edge,
+        forward: planned(job, vec![reshard(job, "signal", (&from, &to), (edge.from, edge.to))])?,
+        backward: planned(job, vec![reshard(job, "signal", (&to, &from), (edge.to, edge.from))])?,
+        made: 1.0,
+        needed: 0.0,
+    })
 }
 
 fn reshard(job: &Job, name: &str, (src, dst): (&Layout, &Layout), (from, to): (StageId, StageId)) -> Reshard {

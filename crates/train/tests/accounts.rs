@@ -142,3 +142,20 @@ fn edges_send_their_tensors_once() {
     let each = u64::from(case.microbatches) * tensor;
     assert_eq!(extra, [each, each / 2, each / 2]);
 }
+
+/// A byte crosses in place of a tensor, and passes run as ever.
+#[test]
+fn signals_are_a_byte_each() {
+    let case = Case { kind: divisible(4), samples: 2, ..Case::gpt("1f1b", &["A{dp:1}", "B{dp:2}"]) };
+    let model = case.kind.model::<f64>();
+    let records = |microbatches| {
+        let mut job = Case { microbatches, ..case.clone() }.job::<f64>(plain());
+        job.signal = true;
+        in_threads::<f64, StepRecord>(&*model, &job, &case.feed(), |trainer| trainer.step()).unwrap()
+    };
+    let (few, many) = (records(4), records(8));
+    assert!(few.iter().chain(&many).all(|r| r.loss.is_finite()));
+    let extra: u64 = few.iter().zip(&many).map(|(a, b)| b.bytes_sent - a.bytes_sent).sum();
+    // Of every further microbatch, one to each rank of the second stage, and one back.
+    assert_eq!(extra, 4 * 3);
+}

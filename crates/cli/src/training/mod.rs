@@ -12,6 +12,7 @@ pub mod board;
 pub mod dry;
 pub mod metrics;
 pub mod note;
+pub mod overlap;
 pub mod rank;
 mod save;
 pub mod timeline;
@@ -55,6 +56,9 @@ pub struct TrainDoc {
     pub nic: Option<String>,
     /// The checkpoint to go on from.
     pub resume: Option<PathBuf>,
+    /// Whether only a byte crosses between stages, to measure what compute alone takes.
+    #[serde(default)]
+    pub signal: bool,
 }
 
 /// Who hears of every step.
@@ -79,17 +83,29 @@ impl Training {
             return Err(anyhow!("the schema is `{}`, not {SCHEMA}", doc.schema));
         }
         let config = Config::read(&format!("{}.toml", doc.name), &doc.config, &[])?;
-        Self::open(config, doc.nic.as_deref(), doc.resume.clone(), on_step)
+        Self::open_as(config, doc.nic.as_deref(), doc.resume.clone(), doc.signal, on_step)
     }
 
     /// Opens what the config names, and fits it together.
     pub fn open(config: Config, nic: Option<&str>, resume: Option<PathBuf>, on_step: OnStep) -> Result<Self> {
+        Self::open_as(config, nic, resume, false, on_step)
+    }
+
+    /// The same; as a job that only signals, where that is asked for.
+    pub fn open_as(
+        config: Config,
+        nic: Option<&str>,
+        resume: Option<PathBuf>,
+        signal: bool,
+        on_step: OnStep,
+    ) -> Result<Self> {
         let data = open_data(&config).map_err(|error| placed(&config, error))?;
         let described = match &config.cluster.file {
             Some(file) => Some(read_cluster(file.as_ref())?),
             None => None,
         };
         let mut resolved = resolve(&config, classes(&*data), described)?;
+        resolved.job.signal = signal;
         if let Some(nic) = nic {
             NicRates::parse(nic)?.apply(&mut resolved.job.cluster).context("the NIC rate")?;
         }
@@ -105,6 +121,7 @@ impl Training {
             config: config.to_toml(&found),
             nic: nic.map(String::from),
             resume,
+            signal,
         };
         let topology = Topology::new(&resolved.job.cluster);
         Ok(Self { doc, config, data, resolved, wiring: Arc::new(wiring), topology, on_step })

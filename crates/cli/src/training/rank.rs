@@ -8,10 +8,9 @@ use crossmesh_comm::error::CommError;
 use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_core::id::Rank;
 use crossmesh_train::config::Precision;
-use crossmesh_train::data::{self, DataSet, Split};
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::kernels::scalar::Scalar;
-use crossmesh_train::runtime::{Column, Feed, Links, PassFailure, TrainError, Trainer, TrainerOptions};
+use crossmesh_train::runtime::{Feed, Links, Samples, TrainError, Trainer, TrainerOptions};
 
 use super::Training;
 use super::note::StepNote;
@@ -28,18 +27,6 @@ pub fn execute(
     match training.config.train.precision {
         Precision::F32 => train::<f32>(training, rank, links, options, barrier),
         Precision::F64 => train::<f64>(training, rank, links, options, barrier),
-    }
-}
-
-/// The data set, as the runtime asks for it.
-struct Samples(Arc<dyn DataSet>);
-
-impl Feed for Samples {
-    fn read(&self, port: &str, samples: std::ops::Range<u64>) -> Result<Column, PassFailure> {
-        Ok(match self.0.read(port, samples, Split::Training)? {
-            data::Column::Ids(ids) => Column::Ids(ids),
-            data::Column::Real(values) => Column::Real(values),
-        })
     }
 }
 

@@ -33,10 +33,7 @@ pub fn report(training: &Training, seen: &Seen, tokens: bool) -> TrainReport {
 
 fn timeline(training: &Training, records: &BTreeMap<Rank, StepRecord>) -> Result<Timeline> {
     let step = &training.wiring.step;
-    let times = measured_times(step.times.len(), records);
-    let again = Step { times, ..step.clone() };
-    let lowered = lower_step(&again)?;
-    let predicted = StepReport::of(&again, &lowered, &simulate(&lowered.program, &again.cluster)?);
+    let predicted = predict(training, measured_times(step.times.len(), records))?;
     let mut rows = vec![];
     for device in &predicted.devices {
         let span = |(pass, span): &(Pass, crossmesh_core::trace::OpSpan)| {
@@ -58,8 +55,15 @@ fn timeline(training: &Training, records: &BTreeMap<Rank, StepRecord>) -> Result
     })
 }
 
+/// A step of the job, where passes take so long.
+pub fn predict(training: &Training, times: Vec<PassTimes>) -> Result<StepReport> {
+    let again = Step { times, ..training.wiring.step.clone() };
+    let lowered = lower_step(&again)?;
+    Ok(StepReport::of(&again, &lowered, &simulate(&lowered.program, &again.cluster)?))
+}
+
 /// How long the passes of every stage took, over microbatches and ranks.
-fn measured_times(stages: usize, records: &BTreeMap<Rank, StepRecord>) -> Vec<PassTimes> {
+pub fn measured_times(stages: usize, records: &BTreeMap<Rank, StepRecord>) -> Vec<PassTimes> {
     let mut sums: BTreeMap<(usize, PassKind), (f64, f64)> = BTreeMap::new();
     for span in records.values().flat_map(|r| &r.passes) {
         if let Ok(pass) = span.pass.parse::<Pass>() {

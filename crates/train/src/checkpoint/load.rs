@@ -132,14 +132,29 @@ impl Checkpoint {
         Ok(Restored { moments: with_moments, bytes_read })
     }
 
-    /// A whole tensor, row-major.
-    pub fn whole<T: Scalar>(&self, name: &str, convert: Convert) -> Result<Vec<T>, CheckpointError> {
+    /// A whole parameter of this shape, row-major.
+    pub fn whole<T: Scalar>(
+        &self,
+        name: &str,
+        shape: &[u64],
+        convert: Convert,
+    ) -> Result<Vec<T>, CheckpointError> {
         self.check_dtype(T::DTYPE, convert)?;
-        let tensor = self.tensor(name, VALUE)?;
-        let whole = Region::whole(&tensor.shape);
+        let whole = Region::whole(shape);
         let mut values = vec![T::ZERO; whole.volume() as usize];
-        self.copy(&meet(tensor, &whole, 0), &mut values)?;
+        if !values.is_empty() {
+            self.copy(&meet(self.shaped(name, VALUE, shape)?, &whole, 0), &mut values)?;
+        }
         Ok(values)
+    }
+
+    fn shaped(&self, name: &str, state: &str, wanted: &[u64]) -> Result<&TensorEntry, CheckpointError> {
+        let tensor = self.tensor(name, state)?;
+        if tensor.shape == wanted {
+            return Ok(tensor);
+        }
+        let (path, name, found) = (self.folder.clone(), name.to_string(), tensor.shape.clone());
+        Err(CheckpointError::Shape { path, name, found, wanted: wanted.to_vec() })
     }
 
     fn tensor(&self, name: &str, state: &str) -> Result<&TensorEntry, CheckpointError> {
@@ -167,12 +182,7 @@ impl Checkpoint {
             if start >= end {
                 continue;
             }
-            let tensor = self.tensor(&p.name, state)?;
-            if tensor.shape != p.layout.shape() {
-                let (path, name, found) = (self.folder.clone(), p.name.clone(), tensor.shape.clone());
-                let wanted = p.layout.shape().to_vec();
-                return Err(CheckpointError::Shape { path, name, found, wanted });
-            }
+            let tensor = self.shaped(&p.name, state, p.layout.shape())?;
             let run = (start - p.range.start) as u64..(end - p.range.start) as u64;
             let mut at = start - held.start;
             for target in boxes::of_run(&p.layout, coord, &run) {

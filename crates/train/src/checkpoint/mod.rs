@@ -28,13 +28,14 @@
 //! let restored = checkpoint.load(&mut [StageTarget { .. }], Convert::No)?;    checks hashes, reads the boxes it needs
 //! ```
 //!
-//! docs/checkpoint-format.md has the format.
+//! [`gpt2`] speaks to other programs: one file as Hugging Face transformers has it. docs/checkpoint-format.md has the format.
 
 #[cfg(not(target_endian = "little"))]
 compile_error!("safetensors are little-endian, and numbers are written as they lie in memory");
 
 mod boxes;
 mod error;
+pub mod gpt2;
 mod hash;
 mod load;
 mod manifest;

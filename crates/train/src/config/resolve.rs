@@ -93,6 +93,7 @@ pub fn resolve(
         update: config.optimizer.update.clone(),
         plan: config.pipeline.plan.clone(),
         overlap: config.train.overlap,
+        signal: false,
         times,
     };
     Ok(Resolved { model, job, work })

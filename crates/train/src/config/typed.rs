@@ -235,7 +235,7 @@ impl OptimizerSection {
                 rate: Rate { peak, warmup_steps, total_steps, floor },
                 clip: (clip > 0.0).then_some(clip),
                 zero: values.count("optimizer.zero") == 1,
-                bucket_bytes: checked(values, "optimizer.bucket", |text| parse_bytes(text))?,
+                bucket_bytes: checked(values, "optimizer.bucket", parse_bytes)?,
             },
         })
     }

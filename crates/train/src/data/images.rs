@@ -222,7 +222,7 @@ fn mixture(time: usize) -> (f64, f64) {
 
 /// A draw as one of `n`.
 fn below(draw: u32, n: usize) -> usize {
-    (u64::from(draw) * n as u64 >> 32) as usize
+    ((u64::from(draw) * n as u64) >> 32) as usize
 }
 
 /// The lowest waves of the discrete cosine transform, `[waves², side²]`.

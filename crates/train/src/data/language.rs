@@ -12,8 +12,10 @@
 //! Chances are multiples of 2^-32, which is how they are drawn, so the entropy is that of the very samples. A sample is drawn from
 //! (seed, its number) alone; it starts anywhere in a text that never began.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
+use super::order::Order;
 use super::{Column, DataError, DataSet, Feature, Kind, Split, no_port};
 use crate::kernels::random::Stream;
 
@@ -73,13 +75,13 @@ impl Language {
         let after = |word: usize| {
             let states = (0..groups).map(|group| group * vocab + word);
             let total: f64 = states.clone().map(|s| self.stationary[s]).sum();
-            let mut mixed = vec![0.0; vocab];
+            let mut mixed: BTreeMap<u32, f64> = BTreeMap::new();
             for state in states {
                 chances(&self.next[state])
                     .zip(&self.next[state])
-                    .for_each(|(p, (to, _))| mixed[*to as usize] += self.stationary[state] * p);
+                    .for_each(|(p, (to, _))| *mixed.entry(*to).or_default() += self.stationary[state] * p);
             }
-            if total > 0.0 { total * entropy(mixed.into_iter().map(|p| p / total)) } else { 0.0 }
+            if total > 0.0 { total * entropy(mixed.into_values().map(|p| p / total)) } else { 0.0 }
         };
         (0..vocab).map(after).sum()
     }
@@ -148,20 +150,24 @@ fn sampled(split: Split) -> &'static str {
 }
 
 fn check(spec: &LanguageSpec, context: usize) -> Result<(), DataError> {
-    /// More would take minutes to make, and a large model to learn.
-    const MOST_STATES: usize = 1 << 20;
+    /// Of all contexts together: 64 MiB of tables.
+    const MOST_FOLLOWERS: usize = 1 << 22;
     let LanguageSpec { vocab, groups, branching, .. } = *spec;
     if !(2..=1 << 20).contains(&vocab) {
         let reason = "a language has from 2 to 2^20 words";
         return Err(DataError::value("vocab", vocab, reason, "64 is a good start"));
     }
-    if groups == 0 || groups > vocab || groups * vocab > MOST_STATES {
-        let reason = format!("groups of {vocab} words, for up to 2^20 contexts in all");
+    if groups == 0 || groups > vocab {
+        let reason = format!("there are from 1 to {vocab} groups of {vocab} words");
         return Err(DataError::value("groups", groups, reason, "use 1 for a chain of order 1, or 2"));
     }
     if branching == 0 || branching > vocab {
         let reason = format!("a context is followed by 1 to {vocab} words");
         return Err(DataError::value("branching", branching, reason, "8 is a good start"));
+    }
+    if groups * vocab > MOST_FOLLOWERS / branching {
+        let reason = format!("{groups} groups × {vocab} words × {branching} followers are more than 2^22");
+        return Err(DataError::value("groups", groups, reason, "make one of the three smaller"));
     }
     if context == 0 {
         return Err(DataError::value("context", context, "a sample has words", "use 1 or more"));
@@ -173,18 +179,15 @@ fn check(spec: &LanguageSpec, context: usize) -> Result<(), DataError> {
 /// reached from anywhere and there is one stationary distribution.
 fn followers(spec: &LanguageSpec, state: usize) -> Vec<(u32, u64)> {
     let stream = Stream::named(spec.seed, &format!("language/state {state}"));
-    let mut words = vec![(state % spec.vocab + 1) % spec.vocab];
-    for i in 0.. {
-        if words.len() == spec.branching {
-            break;
-        }
-        let word = (u64::from(stream.at(i)) * spec.vocab as u64 >> 32) as usize;
-        if !words.contains(&word) {
-            words.push(word);
-        }
-    }
+    let next = (state % spec.vocab + 1) % spec.vocab;
+    // The state's own shuffle of all words.
+    let vocab = spec.vocab as u64;
+    let shuffled = Order::new(spec.seed ^ 0x1a4_9a6e, vocab);
+    let others = (state as u64 * vocab..(state as u64 + 1) * vocab).map(|i| shuffled.item(i) as usize);
+    let others = others.filter(|word| *word != next).take(spec.branching - 1);
+    let words: Vec<usize> = std::iter::once(next).chain(others).collect();
     // Exponential draws, divided by their sum, are uniform over all distributions; the shift keeps rare words from being too rare to learn.
-    let weight = |i: usize| 0.1 - ((f64::from(stream.at(1 << 40 | i as u64)) + 1.0) / ALL as f64).ln();
+    let weight = |i: usize| 0.1 - ((f64::from(stream.at(i as u64)) + 1.0) / ALL as f64).ln();
     let weights: Vec<f64> = (0..words.len()).map(weight).collect();
     let total: f64 = weights.iter().sum();
     let ends = thresholds(&weights.iter().map(|w| w / total).collect::<Vec<_>>());
@@ -239,7 +242,6 @@ fn stationary(spec: &LanguageSpec, next: &[Vec<(u32, u64)>]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::collections::BTreeMap;
 
     fn language(vocab: usize, groups: usize, branching: usize, seed: u64, context: usize) -> Language {
         Language::new(LanguageSpec { vocab, groups, branching, seed }, context).unwrap()
@@ -361,6 +363,7 @@ mod tests {
         assert!(refused(8, 9, 1, 8).starts_with("groups = 9: "));
         assert!(refused(8, 0, 1, 8).starts_with("groups = 0: "));
         assert!(refused(8, 2, 9, 8).starts_with("branching = 9: "));
+        assert!(refused(4096, 1024, 2, 8).contains("are more than 2^22"));
         assert!(refused(8, 2, 2, 0).starts_with("context = 0: "));
     }
 }

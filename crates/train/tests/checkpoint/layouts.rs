@@ -74,11 +74,7 @@ fn assert_stored_once(world: &World, checkpoint: &Checkpoint) {
             }
         }
     }
-    assert_eq!(
-        keys,
-        manifest.tensors.iter().map(|t| distinct_keys(t)).sum::<usize>(),
-        "nothing else is stored"
-    );
+    assert_eq!(keys, manifest.tensors.iter().map(distinct_keys).sum::<usize>(), "nothing else is stored");
     let mut count = 0;
     for ((name, state), elements) in whole {
         let weight = world.weights.iter().position(|w| w.name == name).unwrap();

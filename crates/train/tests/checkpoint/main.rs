@@ -2,5 +2,6 @@
 
 mod crash;
 mod faults;
+mod gpt2;
 mod layouts;
 mod world;

@@ -123,6 +123,7 @@ mod tokenizer {
         let merged = merges.iter().map(|[a, b]| format!("{a}{b}"));
         let mut vocab = serde_json::Map::new();
         alphabet.into_iter().chain(merged).enumerate().for_each(|(i, t)| _ = vocab.insert(t, i.into()));
+        vocab.insert(end.to_string(), 300.into());
         let added = serde_json::json!({
             "id": 300, "content": end, "special": true, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false
         });
