@@ -242,7 +242,7 @@ fn held(plan: &Plan, rank: Rank) -> u64 {
         let position = placed.ranks.iter().position(|r| *r == rank)?;
         let coord = placed.layout.mesh().coord(position);
         let elements: u64 = placed.layout.shard_at(&coord).iter().map(|region| region.volume()).sum();
-        Some(elements * placed.layout.dtype().bytes() as u64)
+        Some(elements * placed.layout.dtype().bytes())
     };
     let ends = plan.problem.reshards.iter().flat_map(|r| [shard(&r.src), shard(&r.dst)]);
     ends.flatten().sum()
