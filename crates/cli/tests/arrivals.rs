@@ -34,8 +34,7 @@ impl Site {
         let pairs = scratch.file("pairs.txt", PAIRS);
         let plan = scratch.at("plan.json");
         ok(&["plan", "--pairs", pairs.to_str().unwrap(), "--devices-per-host", "2", "-o", &plan]);
-        let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        Self { scratch, port: free.local_addr().unwrap().port() }
+        Self { scratch, port: crossmesh_testkit::sockets::free_port() }
     }
 
     fn start(&self, rank: u32, secret: &str) -> Child {

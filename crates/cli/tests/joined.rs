@@ -14,7 +14,7 @@ const SIX: [&str; 2] = ["f32[64,48]@A{tp:2}(tp,_)", "f32[64,48]@B{tp:4}(_,tp)"];
 
 /// A port that nobody listens at now.
 fn free_port() -> String {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+    crossmesh_testkit::sockets::free_port().to_string()
 }
 
 /// What a rank said: its exit code, stdout, stderr.

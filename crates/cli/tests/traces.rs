@@ -69,7 +69,7 @@ fn clocks_of_several_machines_are_brought_together() {
     needs_root();
     let scratch = Scratch::new();
     let trace = scratch.at("trace.json");
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = crossmesh_testkit::sockets::free_port();
     let args = ["run", CHAIN[0], CHAIN[1], "--repeat", "3", "--trace", &trace, "--format", "json"];
     let ranks: Vec<Child> =
         [0, 7200, 86_400].iter().zip(0..).map(|(s, r)| rank(r, *s, port, &args)).collect();

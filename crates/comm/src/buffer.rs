@@ -16,6 +16,7 @@ use crossmesh_core::region::Region;
 use crossmesh_core::reshard::{Placed, Plan};
 use crossmesh_core::units::Bytes;
 
+use crate::collectives::Element;
 use crate::memory::{Memory, Place};
 use crate::view::View;
 
@@ -86,6 +87,26 @@ impl RankBuffers {
         let memory = Arc::new(memory);
         let (src_memory, dst_memory) = (memory.clone(), memory.clone());
         Ok(Self { memory, src_memory, dst_memory, src, dst, stages, tensor_bytes })
+    }
+
+    /// Writes this rank's shard of a tensor's source. For whoever owns the memory while no program runs on it.
+    pub fn write_source<T: Element>(&self, tensor: usize, mut shard: &[T]) {
+        for held in &self.src[tensor] {
+            let (head, rest) = shard.split_at(held.region.volume() as usize);
+            self.src_memory.elements_mut(held.base, head.len()).copy_from_slice(head);
+            shard = rest;
+        }
+        assert!(shard.is_empty(), "a shard is as large as its boxes");
+    }
+
+    /// Reads this rank's shard of a tensor's destination.
+    pub fn read_destination<T: Element>(&self, tensor: usize, mut shard: &mut [T]) {
+        for held in &self.dst[tensor] {
+            let (head, rest) = shard.split_at_mut(held.region.volume() as usize);
+            head.copy_from_slice(self.dst_memory.elements(held.base, head.len()));
+            shard = rest;
+        }
+        assert!(shard.is_empty(), "a shard is as large as its boxes");
     }
 
     /// What its shards hold, without staging buffers.

@@ -10,7 +10,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::AssertUnwindSafe;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -86,19 +86,36 @@ fn was_signalled(fd: &OwnedFd) -> Result<bool, DeviceError> {
 /// What a [`Worker`] does for a pass.
 pub type Compute = Box<dyn FnMut(u32) -> Result<(), String> + Send>;
 
+/// Wakes an engine that waits, by the descriptor of its device.
+#[derive(Debug, Clone)]
+pub struct Waker(Arc<OwnedFd>);
+
+impl Waker {
+    pub fn wake(&self) {
+        // A counter that is full already wakes too.
+        let _full = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
+    }
+}
+
 /// Computes in a thread of its own, which ends with it.
 #[derive(Debug)]
 pub struct Worker {
     passes: Option<mpsc::Sender<u32>>,
     results: mpsc::Receiver<Result<(), DeviceError>>,
-    signal: OwnedFd,
+    signal: Waker,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
-    pub fn new(mut compute: Compute) -> Result<Self, DeviceError> {
-        let signal = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
-        let told = signal.try_clone().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::MFILE))?;
+    pub fn new(compute: Compute) -> Result<Self, DeviceError> {
+        Self::with_waker(|_| compute)
+    }
+
+    /// For a device that has something to say to whoever drives the engine while a pass is under way.
+    pub fn with_waker(compute: impl FnOnce(Waker) -> Compute) -> Result<Self, DeviceError> {
+        let signal = Waker(Arc::new(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?));
+        let told = signal.clone();
+        let mut compute = compute(signal.clone());
         let (passes, to_do) = mpsc::channel::<u32>();
         let (done, results) = mpsc::channel();
         let thread = std::thread::Builder::new().name("device".into()).spawn(move || {
@@ -107,9 +124,10 @@ impl Worker {
                 let result = std::panic::catch_unwind(AssertUnwindSafe(|| compute(pass)))
                     .unwrap_or_else(|_| Err("it panicked; see its message above".into()));
                 let result = result.map_err(|why| DeviceError::Pass { pass, why });
-                if done.send(result).is_err() || rustix::io::write(&told, &1u64.to_ne_bytes()).is_err() {
+                if done.send(result).is_err() {
                     return;
                 }
+                told.wake();
             }
         });
         let thread = thread.map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::AGAIN))?;
@@ -119,7 +137,7 @@ impl Worker {
 
 impl Device for Worker {
     fn fd(&self) -> BorrowedFd<'_> {
-        self.signal.as_fd()
+        self.signal.0.as_fd()
     }
 
     fn begin(&mut self, pass: u32, _nanos: u64) -> Result<(), DeviceError> {
@@ -131,10 +149,11 @@ impl Device for Worker {
     }
 
     fn ended(&mut self) -> Result<bool, DeviceError> {
-        if !was_signalled(&self.signal)? {
+        if !was_signalled(&self.signal.0)? {
             return Ok(false);
         }
-        self.results.try_recv().unwrap_or(Ok(())).map(|()| true)
+        // Without a result, something else woke us.
+        self.results.try_recv().map_or(Ok(false), |result| result.map(|()| true))
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! All of the crate's `unsafe` is here, but for MPI's calls and two socket options in `transport::tcp`. What makes it sound:
 //! - a mapping lives as long as its [`Memory`], and every access is checked against its length;
-//! - a rank's memory is written only by the one thread that drives its engine (a `Memory` is handed to it);
+//! - a rank's memory is written only by the one thread that drives its engine (a `Memory` is handed to it), and during a
+//!   pass by the device: what the pass makes or needs, of which the program has the engine keep away meanwhile;
 //! - a peer that has the segment mapped only reads it, and only bytes that were offered to it. The verifier proved that
 //!   nothing writes to those until the peer has said that it took them;
 //! - elements of a [`crate::collectives::Buffer`] are seen as a slice only by who owns the buffer, and no program has it

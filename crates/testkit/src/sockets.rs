@@ -3,10 +3,25 @@
 //! A copy of a descriptor is taken out of a running process (`pidfd_getfd`, which needs root). Both are the same socket, so
 //! that what is written, or shut down, here is written, or shut down, there.
 
+use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::net::{Shutdown, SocketAddrAny, getpeername, getsockname, shutdown, sockopt};
 use rustix::process::{ForeignRawFd, Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+
+/// A port on loopback that nobody listens at, handed out once. It is below those of outgoing connections, which might else
+/// come between looking and listening.
+pub fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let turn = NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 10_000 + (17 * std::process::id() + turn) % 10_000;
+        if TcpListener::bind(("127.0.0.1", port as u16)).is_ok() {
+            return port as u16;
+        }
+    }
+}
 
 /// A connected socket that another process uses.
 #[derive(Debug)]

@@ -189,11 +189,36 @@ impl Setup {
     }
 }
 
-/// A stage of units.
-pub struct Chain<K: Kernels> {
-    kernels: Arc<K>,
-    tp: Arc<dyn Group<K::Buf>>,
-    setup: Setup,
+/// What a stage will be, before it has anything to run on.
+#[derive(Debug, Clone)]
+pub struct Outline {
+    pub inputs: Vec<Port>,
+    pub outputs: Vec<Port>,
+    pub parameters: Vec<Parameter>,
+    pub activations: ActivationBytes,
+}
+
+impl Outline {
+    /// The units `range` of a model, as the rank at the setup's place holds them.
+    pub fn new<K: Kernels>(
+        model: &dyn Model<K>,
+        range: Range<usize>,
+        setup: &Setup,
+    ) -> Result<Self, ConfigError> {
+        let parts = Parts::new(model, range, setup)?;
+        let activations = parts.activation_bytes(setup);
+        let Parts { inputs, outputs, parameters, .. } = parts;
+        Ok(Self { inputs, outputs, parameters, activations })
+    }
+
+    /// Elements of the flat buffers.
+    pub fn num_elements(&self) -> usize {
+        self.parameters.last().map_or(0, |p| p.range.end)
+    }
+}
+
+/// The units of a stage, and what follows from them.
+struct Parts<K: Kernels> {
     units: Vec<Box<dyn Unit<K>>>,
     /// Where the parameters of each unit begin that are its own; and where the last ones end.
     starts: Vec<usize>,
@@ -202,6 +227,64 @@ pub struct Chain<K: Kernels> {
     outputs: Vec<Port>,
     /// How many classes an input of ids has.
     classes: Vec<Option<usize>>,
+}
+
+impl<K: Kernels> Parts<K> {
+    fn new(model: &dyn Model<K>, range: Range<usize>, setup: &Setup) -> Result<Self, ConfigError> {
+        model.check(setup)?;
+        assert!(range.end <= model.num_units(), "{range:?} of {} units", model.num_units());
+        let mut parameters = Parameters::new::<K::Real>(&setup.place);
+        let (mut starts, mut units) = (Vec::new(), Vec::new());
+        for unit in range.clone() {
+            starts.push(parameters.end());
+            units.push(model.unit(unit, setup, &mut parameters));
+        }
+        starts.push(parameters.end());
+        let (inputs, outputs) = ports(model, range);
+        let port =
+            |t: &Tensor| Port { name: t.name.clone(), layout: setup.layout(t, K::Real::DTYPE), role: t.role };
+        let classes = inputs.iter().map(|t| match &t.shape {
+            Shape::Ids { classes, .. } => Some(*classes),
+            _ => None,
+        });
+        Ok(Self {
+            units,
+            starts,
+            parameters: parameters.into_list(),
+            classes: classes.collect(),
+            inputs: inputs.iter().map(port).collect(),
+            outputs: outputs.iter().map(port).collect(),
+        })
+    }
+
+    fn activation_bytes(&self, setup: &Setup) -> ActivationBytes {
+        let remembered: Remembered = self.units.iter().map(|u| u.remembered(setup.recompute)).sum();
+        let coord = setup.place.coord();
+        let input = |port: &Port| {
+            let len = shard_dims(&port.layout, coord).iter().product();
+            match port.layout.dtype() {
+                DType::I32 => Elements { real: 0, ids: len },
+                _ => Elements::real(len),
+            }
+        };
+        let forward = match setup.recompute {
+            Recompute::Everything => self.inputs.iter().map(input).sum(),
+            _ => remembered.after_forward,
+        };
+        let bytes = K::Real::DTYPE.bytes();
+        ActivationBytes {
+            after_forward: forward.bytes(bytes),
+            after_backward_input: remembered.after_backward_input.bytes(bytes),
+        }
+    }
+}
+
+/// A stage of units.
+pub struct Chain<K: Kernels> {
+    kernels: Arc<K>,
+    tp: Arc<dyn Group<K::Buf>>,
+    setup: Setup,
+    parts: Parts<K>,
     held: BTreeMap<MicrobatchId, Held<K::Buf>>,
     live: Live,
 }
@@ -230,38 +313,9 @@ impl<K: Kernels> Chain<K> {
         tp: Arc<dyn Group<K::Buf>>,
         setup: Setup,
     ) -> Result<Self, ConfigError> {
-        model.check(&setup)?;
         assert_eq!(tp.size(), setup.place.tp().size, "ranks along tp");
-        assert!(range.end <= model.num_units(), "{range:?} of {} units", model.num_units());
-        let place = setup.place.clone();
-        let mut parameters = Parameters::new::<K::Real>(&place);
-        let mut starts = Vec::new();
-        let mut units = Vec::new();
-        for unit in range.clone() {
-            starts.push(parameters.end());
-            units.push(model.unit(unit, &setup, &mut parameters));
-        }
-        starts.push(parameters.end());
-        let (inputs, outputs) = ports(model, range);
-        let port =
-            |t: &Tensor| Port { name: t.name.clone(), layout: setup.layout(t, K::Real::DTYPE), role: t.role };
-        let classes = inputs.iter().map(|t| match &t.shape {
-            Shape::Ids { classes, .. } => Some(*classes),
-            _ => None,
-        });
-        Ok(Self {
-            kernels,
-            tp,
-            units,
-            starts,
-            parameters: parameters.into_list(),
-            classes: classes.collect(),
-            inputs: inputs.iter().map(port).collect(),
-            outputs: outputs.iter().map(port).collect(),
-            setup,
-            held: BTreeMap::new(),
-            live: Live::default(),
-        })
+        let parts = Parts::new(model, range, &setup)?;
+        Ok(Self { kernels, tp, parts, setup, held: BTreeMap::new(), live: Live::default() })
     }
 
     fn ctx<'a>(&'a self, microbatch: Microbatch, params: &'a K::Buf, mode: Mode) -> Ctx<'a, K> {
@@ -280,12 +334,12 @@ impl<K: Kernels> Chain<K> {
 
     /// Inputs by name, checked against their ports.
     fn flow(&self, inputs: Vec<Value<K::Buf>>) -> Result<Flow<K::Buf>, StageError> {
-        if inputs.len() != self.inputs.len() {
-            let (given, wanted) = (inputs.len(), self.inputs.len());
+        if inputs.len() != self.parts.inputs.len() {
+            let (given, wanted) = (inputs.len(), self.parts.inputs.len());
             return Err(StageError::Count { what: "inputs", given, wanted });
         }
         let mut flow = Flow::default();
-        for ((port, classes), value) in self.inputs.iter().zip(&self.classes).zip(inputs) {
+        for ((port, classes), value) in self.parts.inputs.iter().zip(&self.parts.classes).zip(inputs) {
             check(port, *classes, &value, self.setup.place.coord())?;
             flow.put(&port.name, value);
         }
@@ -293,8 +347,8 @@ impl<K: Kernels> Chain<K> {
     }
 
     fn run(&self, ctx: &Ctx<'_, K>, flow: &mut Flow<K::Buf>) -> Result<Vec<Saved<K::Buf>>, StageError> {
-        let mut saved = Vec::with_capacity(self.units.len());
-        for unit in &self.units {
+        let mut saved = Vec::with_capacity(self.parts.units.len());
+        for unit in &self.parts.units {
             let mut memory = Saved::default();
             unit.forward(ctx, flow, &mut memory)?;
             if ctx.mode == Mode::Train {
@@ -307,7 +361,7 @@ impl<K: Kernels> Chain<K> {
     fn outputs_of(&self, flow: &mut Flow<K::Buf>) -> Vec<Value<K::Buf>> {
         let take =
             |port: &Port| flow.take(&port.name).unwrap_or_else(|| panic!("no unit gives `{}`", port.name));
-        self.outputs.iter().map(take).collect()
+        self.parts.outputs.iter().map(take).collect()
     }
 
     /// A second set of inputs, to start from again.
@@ -360,15 +414,15 @@ impl<K: Kernels> Stage for Chain<K> {
     type Buf = K::Buf;
 
     fn inputs(&self) -> &[Port] {
-        &self.inputs
+        &self.parts.inputs
     }
 
     fn outputs(&self) -> &[Port] {
-        &self.outputs
+        &self.parts.outputs
     }
 
     fn parameters(&self) -> &[Parameter] {
-        &self.parameters
+        &self.parts.parameters
     }
 
     fn forward(
@@ -414,10 +468,10 @@ impl<K: Kernels> Stage for Chain<K> {
             Memory::Forward(saved) | Memory::Backward(saved) => saved,
         };
         let mut flow = self.grads_flow(grads)?;
-        for (unit, saved) in self.units.iter().zip(&mut saved).rev() {
+        for (unit, saved) in self.parts.units.iter().zip(&mut saved).rev() {
             unit.backward_input(&ctx, &mut flow, saved)?;
         }
-        let activations = self.inputs.iter().filter(|p| p.role == Role::Activation);
+        let activations = self.parts.inputs.iter().filter(|p| p.role == Role::Activation);
         let grads = activations.map(|p| flow.take_real(&p.name)).collect();
         self.hold(id, Held { microbatch, memory: Memory::Backward(saved) });
         Ok(grads)
@@ -431,10 +485,10 @@ impl<K: Kernels> Stage for Chain<K> {
     ) -> Result<(), StageError> {
         let Held { memory, .. } = self.held_for(id, "W")?;
         let Memory::Backward(mut saved) = memory else { unreachable!("held_for checked it") };
-        for (i, unit) in self.units.iter().enumerate().rev() {
+        for (i, unit) in self.parts.units.iter().enumerate().rev() {
             unit.backward_weight(&self.kernels, &mut saved[i], grads);
             // A tied weight belongs to the first unit that uses it, and that one comes last.
-            ready(grads, self.starts[i]..self.starts[i + 1]);
+            ready(grads, self.parts.starts[i]..self.parts.starts[i + 1]);
         }
         self.look();
         Ok(())
@@ -446,24 +500,7 @@ impl<K: Kernels> Stage for Chain<K> {
     }
 
     fn activation_bytes(&self) -> ActivationBytes {
-        let remembered: Remembered = self.units.iter().map(|u| u.remembered(self.setup.recompute)).sum();
-        let coord = self.setup.place.coord();
-        let input = |port: &Port| {
-            let len = shard_dims(&port.layout, coord).iter().product();
-            match port.layout.dtype() {
-                DType::I32 => Elements { real: 0, ids: len },
-                _ => Elements::real(len),
-            }
-        };
-        let forward = match self.setup.recompute {
-            Recompute::Everything => self.inputs.iter().map(input).sum(),
-            _ => remembered.after_forward,
-        };
-        let bytes = K::Real::DTYPE.bytes();
-        ActivationBytes {
-            after_forward: forward.bytes(bytes),
-            after_backward_input: remembered.after_backward_input.bytes(bytes),
-        }
+        self.parts.activation_bytes(&self.setup)
     }
 
     fn live(&self) -> Live {
@@ -474,7 +511,7 @@ impl<K: Kernels> Stage for Chain<K> {
 impl<K: Kernels> Chain<K> {
     /// Gradients of the outputs by name, checked against their ports.
     fn grads_flow(&self, grads: Vec<K::Buf>) -> Result<Flow<K::Buf>, StageError> {
-        let ports: Vec<&Port> = self.outputs.iter().filter(|p| p.role == Role::Activation).collect();
+        let ports: Vec<&Port> = self.parts.outputs.iter().filter(|p| p.role == Role::Activation).collect();
         if grads.len() != ports.len() {
             let (given, wanted) = (grads.len(), ports.len());
             return Err(StageError::Count { what: "gradients", given, wanted });

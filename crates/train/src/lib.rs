@@ -7,16 +7,23 @@
 //! models      GPT, the U-Transformer
 //! stage       THE SEAM: passes over buffers with names and layouts, parameters, bytes
 //! optim       AdamW, SGD, clipping, schedules, on flat shards
+//! job         which stage runs on which mesh, in which order
+//! wiring      a job as a step: a reshard plan on every edge
+//! runtime     a rank of a job: the engine moves, a thread computes
 //! ```
 //!
-//! What runs above the seam (schedules, reshard plans, the engine) knows no model; what is below knows no network.
+//! What is above the seam (the last three) knows no model; what is below knows no network.
 
 pub mod chain;
 pub mod group;
+pub mod job;
 pub mod kernels;
 pub mod layers;
 pub mod models;
 pub mod optim;
 pub mod parameter;
 pub mod place;
+pub mod record;
+pub mod runtime;
 pub mod stage;
+pub mod wiring;

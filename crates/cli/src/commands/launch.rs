@@ -125,9 +125,12 @@ fn emulate(rate: &str, hosts: usize) -> Result<Emulation> {
 }
 
 /// A port that nobody uses now. Somebody else may take it before rank 0 does; then rank 0 says so.
+/// Below those that systems give to outgoing connections: one of these may come between looking and listening.
 pub fn free_port() -> Result<u16> {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).context("no free port on loopback")?;
-    Ok(listener.local_addr()?.port())
+    let first = 20_000 + std::process::id() % 10_000;
+    let mut ports = (0..10_000).map(|i| (20_000 + (first + 7 * i) % 10_000) as u16);
+    let free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    ports.find(free).context("no free port between 20000 and 30000 on loopback")
 }
 
 fn process(args: &Args, hosts: &Hosts, rank: Rank, secret: &Secret) -> Result<Process> {

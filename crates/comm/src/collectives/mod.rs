@@ -74,6 +74,23 @@ pub struct Collectives {
     under_way: BTreeMap<u32, UnderWay>,
 }
 
+/// Makes buffers that a rank's [`Collectives`] take.
+#[derive(Debug, Clone)]
+pub struct Allocator {
+    me: Rank,
+    pool: Arc<Pool>,
+}
+
+impl Allocator {
+    /// A copy that peers can read.
+    pub fn buffer_of<T: Element>(&self, elements: &[T]) -> Result<Buffer<T>, CallError> {
+        Buffer::copied_from(&self.pool, elements).map_err(|e| {
+            let (me, bytes, cause) = (self.me, size_of_val(elements) as u64, e.to_string());
+            CallError::Memory { me, bytes, cause }
+        })
+    }
+}
+
 /// A call that was started. Its buffer comes back with [`Collectives::wait`].
 #[derive(Debug)]
 #[must_use = "a call ends when it is waited for"]
@@ -124,6 +141,11 @@ impl Collectives {
         &mut self.engine
     }
 
+    /// The same to look at.
+    pub fn engine_ref(&self) -> &Engine {
+        &self.engine
+    }
+
     /// Says farewell to the peers, so that the end of the connections is no accident.
     pub fn close(mut self) {
         self.engine.close();
@@ -137,6 +159,11 @@ impl Collectives {
     /// A copy that peers can read.
     pub fn buffer_of<T: Element>(&self, elements: &[T]) -> Result<Buffer<T>, CallError> {
         Buffer::copied_from(&self.pool, elements).map_err(|e| self.no_memory(size_of_val(elements), &e))
+    }
+
+    /// Makes buffers elsewhere, in another thread for instance.
+    pub fn allocator(&self) -> Allocator {
+        Allocator { me: self.me, pool: self.pool.clone() }
     }
 
     fn no_memory(&self, bytes: usize, cause: &std::io::Error) -> CallError {
@@ -157,6 +184,11 @@ impl Collectives {
             Some(under_way) => Ok(self.engine.test(under_way.handle)?),
             None => Ok(true),
         }
+    }
+
+    /// Whether a call has ended, without moving anything.
+    pub fn has_ended<T>(&self, pending: &Pending<T>) -> bool {
+        self.under_way.get(&pending.job).is_none_or(|u| self.engine.has_ended(u.handle))
     }
 
     /// Waits for a call's end, and hands out its result.

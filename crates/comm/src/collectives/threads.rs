@@ -10,7 +10,7 @@ use crate::clock::Monotonic;
 use crate::engine::{Engine, EngineOptions};
 use crate::error::CommError;
 use crate::transport::Link;
-use crate::transport::mem::MemLink;
+use crate::transport::mem::mesh;
 
 type Links = Vec<(Rank, Box<dyn Link>)>;
 
@@ -30,7 +30,11 @@ impl Collectives {
         options: &CollectiveOptions,
         program: impl Fn(&mut Collectives) -> Result<R, CallError> + Sync,
     ) -> Result<Vec<R>, CallError> {
-        let links = mesh(cluster.num_devices())?;
+        let links = mesh(cluster.num_devices()).map_err(|e| CommError::System {
+            me: Rank(0),
+            what: "link threads",
+            cause: e.to_string(),
+        })?;
         let run = |me: Rank, links: Links| {
             let engine = Engine::new(me, links, Box::new(Monotonic), EngineOptions::default())?;
             let (cluster, options) = (cluster.clone(), options.clone());
@@ -45,19 +49,4 @@ impl Collectives {
             threads.into_iter().map(|t| t.join().unwrap_or(Err(CallError::Panicked))).collect()
         })
     }
-}
-
-/// A link between any two ranks.
-fn mesh(ranks: usize) -> Result<Vec<Links>, CallError> {
-    let mut links: Vec<Links> = (0..ranks).map(|_| vec![]).collect();
-    for (a, b) in (0..ranks).flat_map(|b| (0..b).map(move |a| (a, b))) {
-        let pair = MemLink::pair().map_err(|e| CommError::System {
-            me: Rank::at(a),
-            what: "link threads",
-            cause: e.to_string(),
-        })?;
-        links[a].push((Rank::at(b), Box::new(pair.0)));
-        links[b].push((Rank::at(a), Box::new(pair.1)));
-    }
-    Ok(links)
 }

@@ -123,6 +123,8 @@ pub struct Engine {
     passes: VecDeque<(u32, u32)>,
     computing: bool,
     events: Vec<Event>,
+    /// Bytes sent and received by jobs that are over.
+    traffic: (u64, u64),
     asking: asking::Asking,
     watch: watch::Watch,
     failed: Option<CommError>,
@@ -176,6 +178,7 @@ impl Engine {
             passes: VecDeque::new(),
             computing: false,
             events: vec![],
+            traffic: (0, 0),
             asking,
             watch: watch::Watch::new(now),
             failed: None,
@@ -226,7 +229,23 @@ impl Engine {
     /// Moves what can be moved without waiting, and says whether the job has ended.
     pub fn test(&mut self, handle: Handle) -> Result<bool, CommError> {
         self.step(false)?;
-        Ok(self.jobs.get(&handle.0).is_none_or(|j| j.left == 0))
+        Ok(self.has_ended(handle))
+    }
+
+    /// Bytes sent and received so far, of all jobs.
+    pub fn traffic(&self) -> (u64, u64) {
+        let jobs = self.jobs.values();
+        jobs.fold(self.traffic, |(out, into), job| (out + job.bytes_sent, into + job.bytes_received))
+    }
+
+    /// Waits until something has happened, at most for a heartbeat, and moves what can be moved.
+    pub fn turn(&mut self) -> Result<(), CommError> {
+        self.step(true)
+    }
+
+    /// Whether the job has ended, without moving anything.
+    pub fn has_ended(&self, handle: Handle) -> bool {
+        self.jobs.get(&handle.0).is_none_or(|job| job.left == 0)
     }
 
     /// Runs until the job has ended.
@@ -240,7 +259,10 @@ impl Engine {
             }
             self.step(true)?;
         }
-        Ok(self.jobs.remove(&handle.0).map(|job| report(&job)).unwrap_or_default())
+        let report = self.jobs.remove(&handle.0).map(|job| report(&job)).unwrap_or_default();
+        self.traffic.0 += report.bytes_sent;
+        self.traffic.1 += report.bytes_received;
+        Ok(report)
     }
 
     /// The most that the kernel may hold for us in connections.

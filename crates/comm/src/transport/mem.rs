@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crossmesh_core::id::Rank;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::inbox::{Arrivals, Arriving};
@@ -55,6 +56,20 @@ impl End {
     fn rest(&self) {
         let _nothing = rustix::io::read(&self.signal, &mut [0u8; 8]);
     }
+}
+
+/// A rank's links to others.
+pub type Links = Vec<(Rank, Box<dyn Link>)>;
+
+/// For so many ranks, the links of each to all others.
+pub fn mesh(ranks: usize) -> Result<Vec<Links>, LinkError> {
+    let mut links: Vec<Links> = (0..ranks).map(|_| vec![]).collect();
+    for (a, b) in (0..ranks).flat_map(|b| (0..b).map(move |a| (a, b))) {
+        let (here, there) = MemLink::pair()?;
+        links[a].push((Rank::at(b), Box::new(here)));
+        links[b].push((Rank::at(a), Box::new(there)));
+    }
+    Ok(links)
 }
 
 pub struct MemLink {

@@ -172,9 +172,13 @@ impl Blocks<'_> {
 
     /// A sum that one rank wants.
     fn reduce_to(&self, span: Span, owner: Rank, slot: Slot) -> Vec<(Span, Way)> {
-        if !self.in_order {
-            return vec![(span, self.team.gather(self.variant.shape, owner, slot))];
+        match self.in_order {
+            true => self.reduce_in_order(span, owner, slot),
+            false => vec![(span, self.team.gather(self.variant.shape, owner, slot))],
         }
+    }
+
+    fn reduce_in_order(&self, span: Span, owner: Rank, slot: Slot) -> Vec<(Span, Way)> {
         let mut way = self.team.gather_in_order(self.variant.shape, owner, slot);
         let last = way.stations.last().map(|s| s.rank);
         way.spread.extend(last.filter(|last| *last != owner).map(|last| (last, owner)));
@@ -193,8 +197,9 @@ impl Blocks<'_> {
     fn all_reduce(&self, whole: Span) -> Vec<(Span, Way)> {
         let (team, shape) = (self.team, self.variant.shape);
         match (self.variant.algorithm, shape) {
+            // Everybody adds up for itself: in one order, or they would come to different sums.
             (Algorithm::Direct, _) => {
-                let ways = team.group.iter().flat_map(|rank| self.reduce_to(whole, *rank, 0));
+                let ways = team.group.iter().flat_map(|rank| self.reduce_in_order(whole, *rank, 0));
                 ways.collect()
             }
             (_, Shape::Line) if self.in_order => {

@@ -13,8 +13,8 @@ use super::{Pass, PassKind, Placement, Schedule};
 #[derive(Debug, Clone, PartialEq)]
 pub struct Footprint {
     activations: Vec<f64>,
-    /// The share that stays from B to W.
-    kept: f64,
+    /// What stays of them from B to W.
+    kept: Vec<f64>,
     unit: Unit,
 }
 
@@ -24,26 +24,36 @@ pub const KEPT_FOR_W: f64 = 0.5;
 impl Footprint {
     /// Each activation weighs one.
     pub fn units(placement: &Placement) -> Self {
-        Self { activations: vec![1.0; placement.num_stages()], kept: KEPT_FOR_W, unit: Unit::Activations }
+        Self::of(vec![1.0; placement.num_stages()], Unit::Activations)
     }
 
     /// Each weighs its share of what the layers of its device leave behind, so that placements compare.
     pub fn shares(placement: &Placement) -> Self {
         let chunks = |stage| placement.stages_on(placement.device(stage)).len() as f64;
-        let activations = placement.stages().map(|stage| 1.0 / chunks(stage)).collect();
-        Self { activations, kept: KEPT_FOR_W, unit: Unit::Activations }
+        Self::of(placement.stages().map(|stage| 1.0 / chunks(stage)).collect(), Unit::Activations)
     }
 
     /// Bytes of every stage's activation.
     pub fn bytes(activations: Vec<u64>) -> Self {
-        let activations = activations.into_iter().map(|bytes| bytes as f64).collect();
-        Self { activations, kept: KEPT_FOR_W, unit: Unit::Bytes }
+        Self::of(activations.into_iter().map(|bytes| bytes as f64).collect(), Unit::Bytes)
+    }
+
+    /// Bytes of every stage's activation, and those that stay from B to W: more, where B computes again what was not kept.
+    pub fn exact(activations: &[(u64, u64)]) -> Self {
+        let kept = activations.iter().map(|(_, kept)| *kept as f64).collect();
+        let activations = activations.iter().map(|(whole, _)| *whole as f64).collect();
+        Self { activations, kept, unit: Unit::Bytes }
+    }
+
+    fn of(activations: Vec<f64>, unit: Unit) -> Self {
+        let kept = activations.iter().map(|whole| whole * KEPT_FOR_W).collect();
+        Self { activations, kept, unit }
     }
 
     /// With another share that stays from B to W: 1 lets nothing go before W.
     pub fn keeping(mut self, kept: f64) -> Self {
         assert!((0.0..=1.0).contains(&kept), "a share is between 0 and 1, not {kept}");
-        self.kept = kept;
+        self.kept = self.activations.iter().map(|whole| whole * kept).collect();
         self
     }
 
@@ -53,12 +63,13 @@ impl Footprint {
 
     /// What a pass adds when it starts, and what it lets go when it is over.
     pub fn change(&self, pass: Pass) -> (f64, f64) {
-        let whole = self.activations[pass.stage.index()];
+        let (whole, kept) = (self.activations[pass.stage.index()], self.kept[pass.stage.index()]);
         match pass.kind {
             PassKind::F | PassKind::Load => (whole, 0.0),
-            PassKind::B => (0.0, whole * (1.0 - self.kept)),
-            PassKind::W => (0.0, whole * self.kept),
-            PassKind::BW | PassKind::Evict | PassKind::Offload => (0.0, whole),
+            PassKind::B => ((kept - whole).max(0.0), (whole - kept).max(0.0)),
+            PassKind::W => (0.0, kept),
+            PassKind::BW => ((kept - whole).max(0.0), kept.max(whole)),
+            PassKind::Evict | PassKind::Offload => (0.0, whole),
             PassKind::S | PassKind::T | PassKind::Optimizer => (0.0, 0.0),
         }
     }

@@ -92,6 +92,19 @@ impl Schedule {
         Ok(self)
     }
 
+    /// Lets every device update its weights when its passes are done: in one pass, of its first stage.
+    pub fn with_updates(self) -> Result<Self, ScheduleError> {
+        let orders = self.devices.iter().flat_map(|order| order.windows(2));
+        let pairs = orders.filter(|w| self.is_paired(w[0])).map(|w| (w[0], w[1])).collect();
+        let Self { name, placement, routes, num_microbatches, mut devices, keepers, .. } = self;
+        for (device, order) in placement.devices().zip(&mut devices) {
+            let first = placement.stages_on(device).first().copied();
+            order.extend(first.map(|stage| Pass::new(PassKind::Optimizer, stage, MicrobatchId(0))));
+        }
+        let schedule = Self::new(name, placement, routes, num_microbatches, devices)?;
+        Self { keepers, ..schedule }.with_pairs(pairs)
+    }
+
     /// Whether the pass starts together with the next one of its device.
     pub fn is_paired(&self, pass: Pass) -> bool {
         self.node(pass).is_some_and(|node| self.pairs.contains(&node))

@@ -1,0 +1,330 @@
+//! A rank of a training job.
+//!
+//! ```text
+//! this thread     engine: crossings between stages, collectives inside them, everything that moves
+//! device thread   passes, in the schedule's order; asks the engine for collectives on the way
+//! ```
+//!
+//! A step is one program ([`crate::wiring`]): passes, crossings, and an optimizer pass at the end. The engine starts a pass when
+//! what it needs has arrived, and moves what it made while the next one computes.
+
+mod calls;
+mod feed;
+mod passes;
+mod threads;
+mod times;
+mod update;
+mod wired;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crossmesh_comm::buffer::{RankBuffers, Sharing};
+use crossmesh_comm::clock::Monotonic;
+use crossmesh_comm::collectives::{CallError, Collectives, Element, GroupId};
+use crossmesh_comm::device::Worker;
+use crossmesh_comm::engine::{Engine, EngineOptions};
+use crossmesh_comm::error::CommError;
+use crossmesh_comm::flight::FlightRecord;
+use crossmesh_comm::step::StepBuffers;
+use crossmesh_comm::transport::Link;
+use crossmesh_core::collective::CollectiveOptions;
+use crossmesh_core::id::{DeviceId, Rank, StageId};
+
+pub use feed::{Column, Feed};
+pub use passes::PassFailure;
+pub use threads::in_threads;
+
+use crate::chain::{Chain, Model};
+use crate::group::{Alone, Group};
+use crate::job::{Job, JobError};
+use crate::kernels::cpu::{Cpu, HostBuf};
+use crate::kernels::scalar::Scalar;
+use crate::optim::Optimizer;
+use crate::parameter::{Parameter, initial};
+use crate::record::{Peak, StepRecord};
+use crate::stage::Stage as _;
+use crate::wiring::{Wiring, setup};
+use calls::{Calls, Desk, Urgency};
+use passes::{Passes, RankStage};
+use update::{Groups, Update};
+use wired::Wired;
+
+/// Links to other ranks.
+pub type Links = Vec<(Rank, Box<dyn Link>)>;
+
+/// What a rank may be told.
+#[derive(Debug, Clone)]
+pub struct TrainerOptions {
+    pub engine: EngineOptions,
+    /// Whether peers on the host can map memory.
+    pub sharing: Sharing,
+    /// Threads that compute.
+    pub threads: usize,
+}
+
+/// Training that came to an early end.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrainError {
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    #[error(transparent)]
+    Call(CallError),
+    #[error(transparent)]
+    Job(#[from] JobError),
+    #[error("{rank} has no part in the job")]
+    NoPart { rank: Rank },
+    #[error("a rank's thread panicked")]
+    Panicked,
+}
+
+impl From<CallError> for TrainError {
+    fn from(error: CallError) -> Self {
+        match error {
+            CallError::Comm(error) => TrainError::Comm(error),
+            other => TrainError::Call(other),
+        }
+    }
+}
+
+/// See the module. What waits for replies ends when `desk` is dropped, so it comes first.
+pub struct Trainer<T: Scalar> {
+    desk: Desk,
+    comm: Collectives,
+    me: Rank,
+    wiring: Arc<Wiring>,
+    buffers: Arc<StepBuffers>,
+    passes: Arc<Mutex<Passes<T>>>,
+    step: u64,
+}
+
+/// A stage of a rank, between two steps.
+pub struct StageState<'a, T: Scalar> {
+    pub stage: StageId,
+    pub parameters: &'a [Parameter],
+    pub coord: &'a [u32],
+    pub params: &'a mut HostBuf<T>,
+    pub optimizer: &'a mut Optimizer<HostBuf<T>>,
+}
+
+impl<T: Scalar + Element> Trainer<T> {
+    /// Sets a rank up, with the weights of the first step. `links` leads to all other ranks of the job.
+    pub fn new(
+        model: &dyn Model<Cpu<T>>,
+        job: &Arc<Job>,
+        wiring: &Arc<Wiring>,
+        feed: Arc<dyn Feed>,
+        me: Rank,
+        links: Links,
+        options: &TrainerOptions,
+    ) -> Result<Self, TrainError> {
+        let (device, position) = job.home(me).ok_or(TrainError::NoPart { rank: me })?;
+        let engine = Engine::new(me, links, Box::new(Monotonic), options.engine.clone())?;
+        let collectives = CollectiveOptions::default();
+        let mut comm = Collectives::new(me, engine, job.cluster.clone(), options.sharing, collectives);
+        let groups = groups(&mut comm, job, device, position)?;
+        let (step, lowered) = (&wiring.step, &wiring.lowered);
+        let buffers = Arc::new(StepBuffers::allocate(step, lowered, me, options.sharing)?);
+        let tied = tied_buffers(wiring, me, options.sharing)?;
+        let allocator = comm.allocator();
+        let (mut made, kernels) = (None, Arc::new(Cpu::new(options.threads)));
+        let worker = Worker::with_waker(|waker| {
+            let (calls, desk) = Calls::new(waker, allocator);
+            let seat = Seat { model, job, wiring, device, position, calls, groups, kernels };
+            let passes = seat.passes(feed, &buffers, tied).map(|passes| Arc::new(Mutex::new(passes)));
+            let shared = passes.as_ref().ok().map(Arc::clone);
+            made = Some(passes.map(|passes| (passes, desk)));
+            let parts = wiring.lowered.parts.clone();
+            Box::new(move |pass| match &shared {
+                Some(passes) => lock(passes).run(parts[pass as usize].pass).map_err(|e| whole_story(&*e)),
+                None => Err("the rank was not set up".into()),
+            })
+        });
+        let worker =
+            worker.map_err(|e| CommError::System { me, what: "start its device", cause: e.to_string() })?;
+        comm.engine().set_device(Box::new(worker))?;
+        let (passes, desk) = made.expect("the worker asked for its passes")?;
+        Ok(Self { desk, comm, me, wiring: Arc::clone(wiring), buffers, passes, step: 0 })
+    }
+
+    pub fn rank(&self) -> Rank {
+        self.me
+    }
+
+    /// Steps done.
+    pub fn steps(&self) -> u64 {
+        self.step
+    }
+
+    /// The next step, from its data to its update.
+    pub fn step(&mut self) -> Result<StepRecord, TrainError> {
+        lock(&self.passes).step = self.step;
+        let mut spec = self.buffers.job(2 * (self.step % 2) as u32, &self.wiring.lowered)?;
+        spec.priority = Urgency::Edges as u32;
+        let sent = self.comm.engine_ref().traffic();
+        let handle = self.comm.engine().start(spec)?;
+        while !self.comm.engine_ref().has_ended(handle) || !self.desk.is_idle() {
+            self.comm.engine().turn()?;
+            self.desk.serve(&mut self.comm)?;
+        }
+        let report = self.comm.engine().wait(handle)?;
+        let now = self.comm.engine_ref().traffic();
+        let mut passes = lock(&self.passes);
+        let waited = std::mem::take(&mut passes.waited);
+        let outcome = passes.update.outcome;
+        let peak = |stage: &RankStage<T>| {
+            let live = stage.chain.live();
+            Peak { stage: stage.id.0, microbatches: live.peak_microbatches, bytes: live.peak_bytes }
+        };
+        let record = StepRecord {
+            step: self.step,
+            loss: outcome.loss,
+            grad_norm: outcome.grad_norm,
+            learning_rate: outcome.learning_rate,
+            times: times::of(&self.wiring.lowered, self.me, &report, &waited, outcome.waited_for_all_s),
+            bytes_sent: now.0 - sent.0,
+            bytes_received: now.1 - sent.1,
+            activation_bytes: std::mem::take(&mut passes.peak_bytes),
+            peaks: passes.stages.values().map(peak).collect(),
+            passes: times::spans(&self.wiring.lowered, self.me, &report),
+        };
+        self.step += 1;
+        Ok(record)
+    }
+
+    /// Calls `f` with every stage of this rank, in model order: to save it, or to go on from what was saved.
+    pub fn each_stage<E>(&mut self, mut f: impl FnMut(StageState<'_, T>) -> Result<(), E>) -> Result<(), E> {
+        let mut passes = lock(&self.passes);
+        let Passes { stages, update, .. } = &mut *passes;
+        for (id, RankStage { setup, chain, params, .. }) in stages {
+            let optimizer = update.optimizer_mut(*id).expect("every stage has an optimizer");
+            let (parameters, coord) = (chain.parameters(), setup.place.coord());
+            f(StageState { stage: *id, parameters, coord, params, optimizer })?;
+        }
+        Ok(())
+    }
+
+    /// Goes on as if so many steps had been done.
+    pub fn resume_at(&mut self, step: u64) {
+        self.step = step;
+    }
+
+    /// Collectives of the job's own, between two steps.
+    pub fn collectives(&mut self) -> &mut Collectives {
+        &mut self.comm
+    }
+
+    /// What this rank was doing when it failed.
+    pub fn flight_record(&self) -> Option<&FlightRecord> {
+        self.comm.engine_ref().flight_record()
+    }
+
+    /// Says farewell to the peers.
+    pub fn close(self) {
+        let Self { desk, comm, .. } = self;
+        drop(desk);
+        comm.close();
+    }
+}
+
+/// Where a rank sits, while its stages are made.
+struct Seat<'a, T: Scalar> {
+    model: &'a dyn Model<Cpu<T>>,
+    job: &'a Arc<Job>,
+    wiring: &'a Arc<Wiring>,
+    device: DeviceId,
+    position: usize,
+    calls: Calls,
+    groups: Groups,
+    kernels: Arc<Cpu<T>>,
+}
+
+impl<T: Scalar + Element> Seat<'_, T> {
+    fn passes(
+        self,
+        feed: Arc<dyn Feed>,
+        buffers: &Arc<StepBuffers>,
+        tied: Option<(Rank, Arc<Wiring>, RankBuffers)>,
+    ) -> Result<Passes<T>, TrainError> {
+        let place = self.job.place(self.device, self.position).map_err(JobError::from)?;
+        let names: Vec<&str> = self.wiring.tied.iter().map(|t| t.name.as_str()).collect();
+        let calls = self.calls.clone();
+        let mut update = Update::new(self.job.update.clone(), place, calls, self.groups, tied);
+        let mut stages = vec![];
+        for stage in self.wiring.stages_on(self.device) {
+            let made = self.stage(*stage)?;
+            update.add_stage(&self.kernels, *stage, made.chain.parameters(), &names);
+            stages.push(made);
+        }
+        let (job, wiring) = (Arc::clone(self.job), Arc::clone(self.wiring));
+        Ok(Passes::new(job, wiring, self.kernels, stages, update, Arc::clone(buffers), feed))
+    }
+
+    fn stage(&self, id: StageId) -> Result<RankStage<T>, TrainError> {
+        let setup = setup(self.job, id, self.position)?;
+        let tp = setup.place.tp();
+        let group: Arc<dyn Group<HostBuf<T>>> = match self.groups.tp {
+            None => Arc::new(Alone),
+            Some(group) => Arc::new(Wired { calls: self.calls.clone(), group, rank: tp.rank, size: tp.size }),
+        };
+        let units = self.job.stages[id.index()].clone();
+        let kernels = Arc::clone(&self.kernels);
+        let chain = Chain::new(self.model, units, kernels, group, setup.clone()).map_err(JobError::from)?;
+        let params = initial::<T>(chain.parameters(), setup.place.coord(), self.job.seed);
+        let grads = vec![T::ZERO; params.len()].into();
+        Ok(RankStage { id, setup, chain, params: params.into(), grads, done: 0 })
+    }
+}
+
+/// The groups of a rank. All ranks make theirs in the same order.
+fn groups(
+    comm: &mut Collectives,
+    job: &Job,
+    device: DeviceId,
+    position: usize,
+) -> Result<Groups, TrainError> {
+    let team = &job.teams[device.index()];
+    let along = |axis: &str| -> Vec<Rank> {
+        let me = team.mesh.coord(position);
+        let same = |other: &Vec<u32>| {
+            let axes = team.mesh.axes().iter().zip(me.iter().zip(other));
+            axes.into_iter().all(|(a, (x, y))| a.name == axis || x == y)
+        };
+        let positions = (0..team.mesh.len()).filter(|p| same(&team.mesh.coord(*p)));
+        positions.map(|p| team.ranks[p]).collect()
+    };
+    let mut group = |ranks: &[Rank]| -> Result<Option<GroupId>, TrainError> {
+        match ranks.len() {
+            0 | 1 => Ok(None),
+            _ => Ok(Some(comm.group(ranks)?)),
+        }
+    };
+    let (tp, dp) = (group(&along("tp"))?, group(&along("dp"))?);
+    let (mesh, world) = (group(&team.ranks)?, group(&job.ranks())?);
+    Ok(Groups { tp, dp, mesh, world })
+}
+
+fn tied_buffers(
+    wiring: &Arc<Wiring>,
+    me: Rank,
+    sharing: Sharing,
+) -> Result<Option<(Rank, Arc<Wiring>, RankBuffers)>, TrainError> {
+    let Some(exchange) = &wiring.exchange else { return Ok(None) };
+    let Some(program) = exchange.program.ranks.get(me.index()).filter(|p| !p.ops.is_empty()) else {
+        return Ok(None);
+    };
+    let buffers = RankBuffers::allocate(&exchange.plan, program, me, sharing);
+    let what = "allocate the buffers of tied weights";
+    let buffers = buffers.map_err(|e| CommError::System { me, what, cause: e.to_string() })?;
+    Ok(Some((me, Arc::clone(wiring), buffers)))
+}
+
+fn lock<P>(passes: &Mutex<P>) -> MutexGuard<'_, P> {
+    passes.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An error with its causes, in one line.
+fn whole_story(error: &(dyn std::error::Error + 'static)) -> String {
+    let causes = std::iter::successors(error.source(), |e| e.source());
+    causes.fold(error.to_string(), |story, cause| format!("{story}: {cause}"))
+}

@@ -1,0 +1,262 @@
+//! The passes of a rank: from what arrived to what leaves.
+//!
+//! The device's thread runs one pass at a time, in the schedule's order; when it may start is the program's business. A pass takes its
+//! inputs from the data set, from the buffers of a crossing, or from a stage of the same rank, runs the stage, and puts its
+//! outputs where the wiring says.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crossmesh_comm::collectives::Element;
+use crossmesh_comm::step::{Slot, StepBuffers};
+use crossmesh_core::id::{MicrobatchId as Id, StageId};
+use crossmesh_core::schedule::{Pass, PassKind};
+use crossmesh_core::step::Direction;
+
+use super::calls::take_waited;
+use super::feed::{Column, Feed};
+use super::update::Update;
+use crate::chain::{Chain, Setup};
+use crate::job::Job;
+use crate::kernels::Kernels as _;
+use crate::kernels::cpu::{Cpu, HostBuf};
+use crate::kernels::scalar::Scalar;
+use crate::place::shard_dims;
+use crate::stage::{Microbatch, MicrobatchId, Port, Role, Stage, Value};
+use crate::wiring::{End, Wiring};
+
+/// A stage of this rank.
+pub struct RankStage<T: Scalar> {
+    pub id: StageId,
+    pub setup: Setup,
+    pub chain: Chain<Cpu<T>>,
+    pub params: HostBuf<T>,
+    pub grads: HostBuf<T>,
+    /// Microbatches whose gradients are complete.
+    pub done: u32,
+}
+
+/// See the module.
+pub struct Passes<T: Scalar> {
+    pub job: Arc<Job>,
+    pub wiring: Arc<Wiring>,
+    pub kernels: Arc<Cpu<T>>,
+    /// By stage, in model order.
+    pub stages: BTreeMap<StageId, RankStage<T>>,
+    pub update: Update<T>,
+    buffers: Arc<StepBuffers>,
+    feed: Arc<dyn Feed>,
+    /// What one stage of this rank made for another, by edge.
+    here: BTreeMap<(usize, Direction, Id), HostBuf<T>>,
+    /// The step under way.
+    pub step: u64,
+    /// This rank's summands of the loss, so far.
+    pub loss: f64,
+    pub waited: Waited,
+    /// The most bytes that all stages held at once.
+    pub peak_bytes: u64,
+}
+
+/// How long a rank stood still inside its passes, in seconds.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Waited {
+    pub passes: f64,
+    /// In the optimizer's.
+    pub update: f64,
+}
+
+/// Why a pass ended early.
+pub type PassFailure = Box<dyn std::error::Error + Send + Sync>;
+
+impl<T: Scalar + Element> Passes<T> {
+    pub fn new(
+        job: Arc<Job>,
+        wiring: Arc<Wiring>,
+        kernels: Arc<Cpu<T>>,
+        stages: Vec<RankStage<T>>,
+        update: Update<T>,
+        buffers: Arc<StepBuffers>,
+        feed: Arc<dyn Feed>,
+    ) -> Self {
+        let stages = stages.into_iter().map(|stage| (stage.id, stage)).collect();
+        Self {
+            job,
+            wiring,
+            kernels,
+            stages,
+            update,
+            buffers,
+            feed,
+            here: BTreeMap::new(),
+            step: 0,
+            loss: 0.0,
+            waited: Waited::default(),
+            peak_bytes: 0,
+        }
+    }
+
+    pub fn run(&mut self, pass: Pass) -> Result<(), PassFailure> {
+        let result = self.compute(pass);
+        self.look();
+        let waited = take_waited().as_secs_f64();
+        match pass.kind {
+            PassKind::Optimizer => self.waited.update += waited,
+            _ => self.waited.passes += waited,
+        }
+        result
+    }
+
+    fn compute(&mut self, pass: Pass) -> Result<(), PassFailure> {
+        let Pass { kind, stage, microbatch } = pass;
+        match kind {
+            PassKind::F => self.forward(stage, microbatch),
+            PassKind::B => self.backward_input(stage, microbatch),
+            PassKind::W => self.backward_weight(stage, microbatch),
+            PassKind::BW => {
+                self.backward_input(stage, microbatch)?;
+                self.look();
+                self.backward_weight(stage, microbatch)
+            }
+            PassKind::Optimizer => self.update_weights(),
+            PassKind::S | PassKind::T | PassKind::Evict | PassKind::Offload | PassKind::Load => {
+                Err(format!("{pass} is not a pass that a stage can make").into())
+            }
+        }
+    }
+
+    /// Counts what is held now.
+    fn look(&mut self) {
+        let bytes = self.stages.values().map(|stage| stage.chain.live().bytes).sum();
+        self.peak_bytes = self.peak_bytes.max(bytes);
+    }
+
+    fn microbatch(&self, id: Id) -> Microbatch {
+        Microbatch {
+            id: MicrobatchId(id.0),
+            step: self.step,
+            first_sample: u64::from(id.0) * self.job.samples as u64,
+            batch_samples: self.job.batch(),
+        }
+    }
+
+    fn forward(&mut self, id: StageId, microbatch: Id) -> Result<(), PassFailure> {
+        let wiring = Arc::clone(&self.wiring);
+        let ends = wiring.inputs[id.index()].iter().enumerate();
+        let inputs = ends.map(|(port, end)| self.input(id, port, *end, microbatch));
+        let inputs = inputs.collect::<Result<Vec<_>, PassFailure>>()?;
+        let about = self.microbatch(microbatch);
+        let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
+        let outputs = stage.chain.forward(about, &stage.params, inputs)?;
+        for (end, value) in wiring.outputs[id.index()].iter().zip(outputs) {
+            match value {
+                Value::Real(buf) => self.hand_over(*end, Direction::Forward, microbatch, buf),
+                Value::Loss(loss) => self.loss += loss,
+                Value::Ids(_) => return Err("ids do not leave a stage".into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn input(
+        &mut self,
+        stage: StageId,
+        port: usize,
+        end: End,
+        microbatch: Id,
+    ) -> Result<Value<HostBuf<T>>, PassFailure> {
+        match end {
+            End::Data => self.data(stage, port, microbatch),
+            _ => {
+                let RankStage { chain, setup, .. } = &self.stages[&stage];
+                let (port, place) = (&chain.inputs()[port], &setup.place);
+                let len = shard_dims(&port.layout, place.coord()).iter().product();
+                self.arrived(end, Direction::Forward, microbatch, len).map(Value::Real)
+            }
+        }
+    }
+
+    fn data(&self, stage: StageId, port: usize, microbatch: Id) -> Result<Value<HostBuf<T>>, PassFailure> {
+        let RankStage { chain, setup, .. } = &self.stages[&stage];
+        let (port, own) = (&chain.inputs()[port], setup.own_samples());
+        let first = self.step * self.job.batch() + u64::from(microbatch.0) * self.job.samples as u64;
+        let samples = first + own.start as u64..first + own.end as u64;
+        Ok(match self.feed.read(&port.name, samples)? {
+            Column::Ids(ids) => Value::Ids(ids),
+            Column::Real(values) => {
+                let mut buf = self.kernels.buffer(values.len());
+                buf.iter_mut().zip(values).for_each(|(to, from)| *to = T::from_f64(from));
+                Value::Real(buf)
+            }
+        })
+    }
+
+    fn backward_input(&mut self, id: StageId, microbatch: Id) -> Result<(), PassFailure> {
+        let wiring = Arc::clone(&self.wiring);
+        let RankStage { chain, setup, .. } = self.stages.get(&id).ok_or("no such stage here")?;
+        let outputs = chain.outputs().iter().zip(&wiring.outputs[id.index()]);
+        let activations = outputs.filter(|(port, _)| port.role == Role::Activation);
+        let elements = |port: &Port| shard_dims(&port.layout, setup.place.coord()).iter().product();
+        let wanted: Vec<(End, usize)> = activations.map(|(port, end)| (*end, elements(port))).collect();
+        let mut grads = vec![];
+        for (end, len) in wanted {
+            grads.push(self.arrived(end, Direction::Backward, microbatch, len)?);
+        }
+        let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
+        let grads = stage.chain.backward_input(MicrobatchId(microbatch.0), &stage.params, grads)?;
+        let ends = wiring.inputs[id.index()].iter().filter(|end| **end != End::Data);
+        for (end, grad) in ends.zip(grads) {
+            self.hand_over(*end, Direction::Backward, microbatch, grad);
+        }
+        Ok(())
+    }
+
+    fn backward_weight(&mut self, id: StageId, microbatch: Id) -> Result<(), PassFailure> {
+        let last = self.job.schedule.num_microbatches();
+        let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
+        stage.done += 1;
+        let is_last = stage.done == last;
+        let (update, mut failure) = (&mut self.update, None);
+        stage.chain.backward_weight(MicrobatchId(microbatch.0), &mut stage.grads, &mut |grads, ready| {
+            if is_last && failure.is_none() {
+                failure = update.ready(id, grads, ready).err();
+            }
+        })?;
+        match failure {
+            Some(failure) => Err(failure),
+            None if is_last => update.all_ready(id, &stage.grads),
+            None => Ok(()),
+        }
+    }
+
+    /// A shard that another stage made.
+    fn arrived(
+        &mut self,
+        end: End,
+        direction: Direction,
+        microbatch: Id,
+        len: usize,
+    ) -> Result<HostBuf<T>, PassFailure> {
+        match end {
+            End::Here { edge } => {
+                let key = (edge, direction, microbatch);
+                Ok(self.here.remove(&key).ok_or("a stage of this rank has not made its tensor yet")?)
+            }
+            End::Crossing { crossing, tensor } => {
+                let mut buf = self.kernels.buffer(len);
+                self.buffers.read(Slot { crossing, direction, tensor, microbatch }, &mut buf);
+                Ok(buf)
+            }
+            End::Data | End::Loss => Err("nobody makes data and losses".into()),
+        }
+    }
+
+    fn hand_over(&mut self, end: End, direction: Direction, microbatch: Id, buf: HostBuf<T>) {
+        match end {
+            End::Here { edge } => drop(self.here.insert((edge, direction, microbatch), buf)),
+            End::Crossing { crossing, tensor } => {
+                self.buffers.write(Slot { crossing, direction, tensor, microbatch }, &buf);
+            }
+            End::Data | End::Loss => {}
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! Ranks as threads, with engines between them: what they compute equals what one rank does.
+
+mod common;
+mod grid;
+
+use crossmesh_core::schedule::Backward;
+use crossmesh_train::models::gpt::GptConfig;
+use crossmesh_train::models::unet::UnetConfig;
+use crossmesh_train::stage::Recompute;
+use grid::{Case, Kind, adamw, compare, compare_with, gpt_config, gradients, run};
+
+/// One rank itself, against a runtime without an engine.
+#[test]
+fn one_rank_equals_the_slow_runtime() {
+    let case = Case::gpt("gpipe", &["S{dp:1}"]);
+    let (loss, grads) = gradients::<f64>(&case);
+    let Kind::Gpt(config) = &case.kind else { unreachable!() };
+    let model = crossmesh_train::models::gpt::Gpt::new(config.clone()).unwrap();
+    let column = |port: &str, m: u64| {
+        let samples = m * case.samples as u64..(m + 1) * case.samples as u64;
+        match case.feed().read(port, samples).unwrap() {
+            crossmesh_train::runtime::Column::Ids(ids) => (port.to_string(), common::Whole::Ids(ids)),
+            crossmesh_train::runtime::Column::Real(x) => (port.to_string(), common::Whole::Real(x)),
+        }
+    };
+    let batch: Vec<_> = (0..u64::from(case.microbatches))
+        .map(|m| ["tokens", "targets"].map(|port| column(port, m)).into_iter().collect())
+        .collect();
+    let job = common::Job { step: 0, ..common::Job::alone(config.layers + 2, case.samples) };
+    let wanted = common::run(&model, &job, &batch);
+    assert!((loss - wanted.loss).abs() < 1e-12 * wanted.loss);
+    let (apart, name) = grid::difference(&grads, &wanted.grads);
+    assert!(apart < 1e-11, "{name} is {apart:e} off");
+}
+
+const PAIR: [&str; 2] = ["A{dp:1}", "B{dp:1}"];
+/// Stages on unequal meshes.
+const UNEQUAL: [&str; 3] = ["A{dp:2,tp:2}", "B{dp:4}", "C{tp:3}"];
+
+#[test]
+fn every_schedule() {
+    let schedules = [
+        "gpipe",
+        "1f1b",
+        "eager-1f1b",
+        "zb-h1",
+        "zb-h2",
+        "minimal-window",
+        "search",
+        "interleaved-1f1b",
+        "zbv",
+        "v-half",
+        "v-min",
+        "v-zb",
+        "dualpipev",
+    ];
+    // Deep enough for the eight stages that a search may choose.
+    let kind = Kind::Gpt(GptConfig { layers: 6, ..gpt_config(true, 0.1) });
+    for schedule in schedules {
+        compare(&Case { kind: kind.clone(), ..Case::gpt(schedule, &PAIR) });
+        compare(&Case { kind: kind.clone(), ..Case::gpt(schedule, &["A{tp:2}", "B{dp:2}"]) });
+    }
+}
+
+#[test]
+fn backwards_fused_and_split() {
+    for schedule in ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "minimal-window"] {
+        for backward in [Backward::Fused, Backward::Split] {
+            compare(&Case { backward: Some(backward), ..Case::gpt(schedule, &["A{dp:2}", "B{tp:2}"]) });
+        }
+    }
+}
+
+#[test]
+fn unequal_stages() {
+    for (tied, dropout) in [(true, 0.1), (false, 0.0)] {
+        let kind = Kind::Gpt(gpt_config(tied, dropout));
+        for meshes in
+            [&UNEQUAL[..], &["A{tp:3}", "B{dp:2}", "C{dp:1}", "D{dp:2,tp:2}"], &["A{dp:3}", "B{tp:2}"]]
+        {
+            for (zero, sequence_parallel) in [(false, true), (true, false)] {
+                let case = Case { kind: kind.clone(), zero, sequence_parallel, ..Case::gpt("1f1b", meshes) };
+                compare(&case);
+            }
+        }
+    }
+}
+
+#[test]
+fn data_parallel_and_zero() {
+    for meshes in [&["A{dp:4}"][..], &["A{dp:2,tp:3}"], &["A{dp:3}", "B{dp:2,tp:2}"]] {
+        for zero in [false, true] {
+            for (clip, bucket_bytes) in [(None, 1), (Some(0.1), 1 << 20)] {
+                compare(&Case { zero, clip, bucket_bytes, ..Case::gpt("1f1b", meshes) });
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputation() {
+    for recompute in [Recompute::Attention, Recompute::Everything] {
+        for schedule in ["eager-1f1b", "zbv"] {
+            compare(&Case { recompute, ..Case::gpt(schedule, &["A{tp:2}", "B{dp:2}"]) });
+        }
+    }
+}
+
+#[test]
+fn without_overlap() {
+    for schedule in ["1f1b", "interleaved-1f1b"] {
+        compare(&Case { overlap: false, ..Case::gpt(schedule, &["A{tp:2}", "B{dp:2}"]) });
+    }
+}
+
+#[test]
+fn more_ranks_than_samples() {
+    compare(&Case { samples: 2, zero: true, ..Case::gpt("1f1b", &["A{dp:3}", "B{dp:4}"]) });
+}
+
+#[test]
+fn u_transformer() {
+    let config = UnetConfig {
+        image: 4,
+        image_channels: 2,
+        base: 6,
+        multipliers: vec![1, 2],
+        blocks: 1,
+        attention: vec![true, false],
+        heads: 3,
+        groups: 3,
+        context_rows: 5,
+        context_width: 7,
+        epsilon: 1e-5,
+    };
+    for (schedule, meshes) in
+        [("1f1b", &["A{dp:2}", "B{tp:2}"][..]), ("zb-h1", &["A{dp:1}", "B{dp:2}", "C{dp:1}"])]
+    {
+        let case = Case { kind: Kind::Unet(config.clone()), samples: 2, ..Case::gpt(schedule, meshes) };
+        compare(&case);
+    }
+}
+
+#[test]
+fn single_precision() {
+    for (schedule, meshes) in [("1f1b", &UNEQUAL[..]), ("zbv", &["A{tp:2}", "B{dp:2}"])] {
+        compare_with::<f32>(&Case { zero: true, ..Case::gpt(schedule, meshes) }, 1, 1e-4);
+    }
+}
+
+/// Losses of 20 steps, as they would be printed.
+#[test]
+fn twenty_steps_print_alike() {
+    let printed = |case: &Case| -> Vec<String> {
+        let outcome = run::<f64>(case, adamw(), 20);
+        outcome.records[0].iter().map(|r| format!("{:.9}", r.loss)).collect()
+    };
+    let wanted = printed(&Case::gpt("1f1b", &UNEQUAL).alone());
+    assert!(wanted[19] < wanted[0], "it learns: {wanted:?}");
+    for (schedule, meshes) in [("eager-1f1b", &UNEQUAL[..]), ("v-half", &["A{tp:2}", "B{dp:2}"])] {
+        let case = Case { zero: true, clip: Some(1.0), ..Case::gpt(schedule, meshes) };
+        assert_eq!(printed(&case), printed(&case.alone()), "{case:?}");
+    }
+}
