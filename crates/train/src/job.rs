@@ -101,6 +101,8 @@ pub enum JobError {
     Model(#[from] crate::models::ConfigError),
     #[error(transparent)]
     Connect(#[from] crate::stage::ConnectError),
+    #[error("{stage} evicts what it remembers, and the schedule has no device that keeps it")]
+    NoKeeper { stage: StageId },
     #[error("no plan for `{name}`")]
     Plan { name: String, source: crossmesh_core::reshard::PlanError },
     #[error(transparent)]

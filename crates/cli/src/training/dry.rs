@@ -228,9 +228,11 @@ fn crossings(training: &Training, rank: Rank) -> u64 {
     for (at, crossing) in wiring.step.crossings.iter().enumerate() {
         for direction in [Direction::Forward, Direction::Backward] {
             let extra = wiring.lowered.lowered[at][direction as usize].ranks.get(rank.index());
-            let each =
-                held(crossing.plan(direction), rank) + extra.map_or(0, |program| program.extra_bytes());
-            bytes += each * u64::from(wiring.lowered.buffers[at][direction as usize]);
+            // What a rank keeps for another leaves from where it arrived.
+            let again = direction == Direction::Backward && wiring.step.keeps(at, rank);
+            let shards = if again { 0 } else { held(crossing.plan(direction), rank) };
+            let each = shards + extra.map_or(0, |program| program.extra_bytes());
+            bytes += each * u64::from(wiring.lowered.buffers_on(&wiring.step, at, direction, rank));
         }
     }
     bytes
