@@ -8,6 +8,7 @@ use crossmesh_core::reshard::Plan;
 use crossmesh_core::trace::OpSpan;
 use rustc_hash::FxHashMap;
 
+use super::tags::ByTag;
 use crate::buffer::{OpPlaces, RankBuffers};
 use crate::combine::Combine;
 use crate::error::CommError;
@@ -145,8 +146,8 @@ pub(crate) struct Job {
     pub channels: Vec<Channel>,
     /// By op; none of those that send nothing.
     channel_of: Vec<Option<u32>>,
-    pub send_by_tag: FxHashMap<u32, u32>,
-    pub recv_by_tag: FxHashMap<u32, u32>,
+    pub send_by_tag: ByTag,
+    pub recv_by_tag: ByTag,
     pub left: usize,
     pub started_ns: u64,
     pub moved_ns: u64,
@@ -169,8 +170,8 @@ impl Job {
             followers: FxHashMap::default(),
             channels: vec![],
             channel_of: vec![None; len],
-            send_by_tag: FxHashMap::default(),
-            recv_by_tag: FxHashMap::default(),
+            send_by_tag: ByTag::new(&[]),
+            recv_by_tag: ByTag::new(&[]),
             left: len,
             started_ns: now_ns,
             moved_ns: now_ns,
@@ -235,6 +236,7 @@ impl Job {
 
     fn wire_channels(&mut self, link_of: impl Fn(Rank) -> Option<usize>, me: Rank) -> Result<(), CommError> {
         let mut channels: FxHashMap<(Rank, u32), u32> = FxHashMap::default();
+        let (mut sends, mut recvs) = (vec![], vec![]);
         for (i, op) in (0..).zip(&self.spec.program.ops) {
             match op.kind {
                 OpKind::Send { to, lane, tag, .. } => {
@@ -246,15 +248,16 @@ impl Job {
                     });
                     self.channels[channel as usize].queue.push_back(i);
                     self.channel_of[i as usize] = Some(channel);
-                    self.send_by_tag.insert(tag, i);
+                    sends.push((tag, i));
                 }
                 OpKind::Recv { from, tag, .. } => {
                     link_of(from).ok_or(CommError::NoLink { me, peer: from })?;
-                    self.recv_by_tag.insert(tag, i);
+                    recvs.push((tag, i));
                 }
                 OpKind::Copy { .. } | OpKind::Compute { .. } => {}
             }
         }
+        (self.send_by_tag, self.recv_by_tag) = (ByTag::new(&sends), ByTag::new(&recvs));
         Ok(())
     }
 
@@ -304,7 +307,7 @@ impl Job {
             let with = self.peer_of(*op);
             !p.done && p.waits == 0 && !follows && with.is_some() && (peer.is_none() || with == peer)
         };
-        let recvs = self.recv_by_tag.values().copied();
+        let recvs = self.recv_by_tag.ops().into_iter();
         let sent = (0..self.ops.len() as u32).filter(|op| self.ops[*op as usize].issued_all);
         recvs.chain(heads).chain(sent).filter(waiting).min_by_key(|op| (self.ops[*op as usize].ready_ns, *op))
     }

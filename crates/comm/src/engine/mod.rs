@@ -16,6 +16,7 @@
 mod asking;
 mod job;
 mod sends;
+mod tags;
 #[cfg(test)]
 mod tests;
 mod watch;
@@ -213,8 +214,8 @@ impl Engine {
         let early = self.early.remove(&id).unwrap_or_default();
         self.early_tags -= early.len();
         for tag in early {
-            if let Some(op) = job.send_by_tag.get(&tag) {
-                job.ops[*op as usize].peer_ready = true;
+            if let Some(op) = job.send_by_tag.get(tag) {
+                job.ops[op as usize].peer_ready = true;
             }
         }
         let ready: Vec<u32> = (0..).zip(&job.ops).filter(|(_, p)| p.waits == 0).map(|(i, _)| i).collect();
@@ -379,7 +380,7 @@ impl Engine {
             self.early.entry(id).or_default().extend(tags);
             return Ok(());
         };
-        let ops: Vec<u32> = tags.iter().filter_map(|tag| job.send_by_tag.get(tag).copied()).collect();
+        let ops: Vec<u32> = tags.iter().filter_map(|tag| job.send_by_tag.get(*tag)).collect();
         for op in &ops {
             job.ops[*op as usize].peer_ready = true;
         }
@@ -391,7 +392,7 @@ impl Engine {
 
     fn on_arrived(&mut self, message: Message, upto: u64, now: u64) {
         let Some(job) = self.jobs.get_mut(&message.job) else { return };
-        let Some(&op) = job.recv_by_tag.get(&message.tag) else { return };
+        let Some(op) = job.recv_by_tag.get(message.tag) else { return };
         job.bytes_received += upto - job.ops[op as usize].moved;
         let done = note_progress(job, op, upto, now);
         let followers = job.followers.get(&op).cloned().unwrap_or_default();
@@ -405,7 +406,7 @@ impl Engine {
 
     fn on_sent(&mut self, message: Message, upto: u64, now: u64) {
         let Some(job) = self.jobs.get_mut(&message.job) else { return };
-        let Some(&op) = job.send_by_tag.get(&message.tag) else { return };
+        let Some(op) = job.send_by_tag.get(message.tag) else { return };
         job.bytes_sent += upto - job.ops[op as usize].moved;
         if note_progress(job, op, upto, now) {
             self.end(message.job, op, now);

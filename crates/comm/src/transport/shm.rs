@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use super::inbox::Arrivals;
 use super::outbox::Outbox;
-use super::{Event, LinkError, Message};
+use super::{Event, Expected, LinkError, Message};
 use crate::memory::{Memory, Place};
 use crate::view::{Outer, View};
 use crate::wire::{Header, Kind, WireError};
@@ -36,6 +36,8 @@ struct Pull {
     from: Place,
     next: u64,
     end: u64,
+    /// Where a message goes that was offered in one part. Of others, the arrivals know.
+    whole: Option<Expected>,
 }
 
 #[derive(Default)]
@@ -137,12 +139,10 @@ impl Shm {
             return Err(unexpected(header, "it ends inside an element").into());
         }
         arriving.promised = end;
-        self.pulls.push_back(Pull {
-            message,
-            from: Place { memory: segment, view },
-            next: header.offset,
-            end,
-        });
+        let whole = header.offset == 0 && end == arriving.expected.bytes;
+        let whole = if whole { arrivals.remove(&message).map(|arriving| arriving.expected) } else { None };
+        let from = Place { memory: segment, view };
+        self.pulls.push_back(Pull { message, from, next: header.offset, end, whole });
         Ok(())
     }
 
@@ -179,29 +179,39 @@ impl Shm {
         while budget > 0
             && let Some(pull) = self.pulls.front_mut()
         {
-            let Some(arriving) = arrivals.get_mut(&pull.message) else {
-                self.pulls.pop_front(); // its job was given up
-                continue;
+            let message = pull.message;
+            let parts = || arrivals.get(&message).map(|arriving| &arriving.expected);
+            let expected = match pull.whole.as_ref().or_else(parts) {
+                Some(expected) => expected,
+                None => {
+                    self.pulls.pop_front(); // its job was given up
+                    continue;
+                }
             };
             let step = (pull.end - pull.next).min(budget.next_multiple_of(64));
             let part = pull.next..pull.next + step;
-            arriving.expected.place.copy_from(&pull.from, part, arriving.expected.combine);
+            expected.place.copy_from(&pull.from, part, expected.combine);
             pull.next += step;
             budget = budget.saturating_sub(step);
-            arriving.arrived = pull.next;
-            let message = pull.message;
-            events.push(Event::Arrived { message, upto: pull.next });
-            let whole = arriving.arrived == arriving.expected.bytes;
-            if pull.next == pull.end {
-                let header =
-                    Header { offset: pull.end, ..Header::bare(Kind::Taken, message.job, message.tag) };
+            let (upto, done) = (pull.next, pull.next == pull.end);
+            if pull.whole.is_none() {
+                note_arrived(arrivals, message, upto);
+            }
+            events.push(Event::Arrived { message, upto });
+            if done {
+                let header = Header { offset: upto, ..Header::bare(Kind::Taken, message.job, message.tag) };
                 outbox.push_control(header, vec![], None);
                 self.pulls.pop_front();
             }
-            if whole {
-                arrivals.remove(&message);
-            }
         }
+    }
+}
+
+fn note_arrived(arrivals: &mut Arrivals, message: Message, upto: u64) {
+    let Some(arriving) = arrivals.get_mut(&message) else { return };
+    arriving.arrived = upto;
+    if upto == arriving.expected.bytes {
+        arrivals.remove(&message);
     }
 }
 
