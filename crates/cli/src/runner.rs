@@ -81,7 +81,8 @@ pub struct Measured {
     pub seconds: Vec<f64>,
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
-    pub peak_rss_bytes: Option<u64>,
+    /// The most memory that each process had, where the system tells.
+    pub peak_rss: Vec<(Rank, u64)>,
     /// What ranks needed beside their tensors, where the system tells.
     pub memory: Vec<(Rank, ExtraMemory)>,
     pub started: Started,
@@ -92,6 +93,11 @@ pub struct Measured {
 impl Measured {
     pub fn median_s(&self) -> f64 {
         median(&self.seconds)
+    }
+
+    /// Of the largest process.
+    pub fn peak_rss_bytes(&self) -> Option<u64> {
+        self.peak_rss.iter().map(|(_, bytes)| *bytes).max()
     }
 
     pub fn verified(&self) -> bool {
@@ -358,7 +364,7 @@ pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured
             .filter(|s| !s.verified)
             .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
             .collect(),
-        peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
+        peak_rss: summaries.iter().filter_map(|s| Some((s.rank, s.peak_rss_bytes?))).collect(),
         memory: summaries.iter().filter_map(|s| Some((s.rank, s.memory.clone()?))).collect(),
         started,
         trace: None,

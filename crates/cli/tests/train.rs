@@ -119,7 +119,16 @@ fn mistakes_are_named_with_their_line_and_the_nearest_key() {
         "{set}"
     );
     assert!(refused(&["--set", "stage.0.mesh=dp 3", "--dry-run"]).contains("stage 0 splits the 2 samples"));
-    assert!(refused(&["--set", "data.kind=text", "--set", "data.path=none.txt"]).contains("none.txt"));
+    let missing = refused(&["--set", "data.kind=text", "--set", "data.path=none.txt"]);
+    assert!(
+        missing.starts_with("error: tiny.toml:7: data.vocab: data of kind \"text\" has no such key"),
+        "{missing}"
+    );
+    run.scratch.file("tiny.toml", "[data]\nkind = \"text\"\npath = \"none.txt\"\n");
+    assert!(refused(&[]).contains("none.txt"));
+    run.scratch.file("tiny.toml", TINY);
+    let branching = refused(&["--set", "data.branching=99"]);
+    assert!(branching.starts_with("error: --set data.branching=99: data.branching: 99: "), "{branching}");
     assert!(refused(&["--resume"]).contains("there is no checkpoint to go on from in runs/tiny/checkpoints"));
     assert!(refused(&["--resume=nowhere"]).contains("nowhere"));
 }
@@ -143,6 +152,9 @@ fn a_run_learns_and_writes_what_it_promises() {
     let last = &metrics[59];
     let parts = ["compute_s", "exposed_comm_s", "bubble_s", "optimizer_s"].map(|k| last[k].as_f64().unwrap());
     assert!(parts.iter().sum::<f64>() <= 1.01 * last["step_s"].as_f64().unwrap(), "{last}");
+    let dry = run.train(&["--dry-run", "--json"]).json();
+    let held = dry["ranks"].as_array().unwrap().iter().map(|r| r["activations"].as_u64().unwrap()).max();
+    assert_eq!(last["activation_bytes"].as_u64(), held, "what the dry run said");
     let page = std::fs::read_to_string(html).unwrap();
     assert!(page.contains("best possible") && page.contains("Step 60, pass by pass"));
     assert!(page.contains("r0 measured") && page.contains("d0 predicted"));
@@ -179,6 +191,24 @@ fn a_resumed_run_has_the_losses_of_one_that_never_stopped() {
     for (a, b) in pairs {
         assert!((a - b).abs() <= 1e-10 * b, "{a} and {b}");
     }
+}
+
+#[test]
+fn ranks_that_somebody_else_started_train_too() {
+    let run = Run::new();
+    let program = env!("CARGO_BIN_EXE_crossmesh");
+    let mut command = binary();
+    command.current_dir(run.scratch.path());
+    command.args(["launch", "-n", "3", "--", program, "train", "tiny.toml", "--json"]);
+    let joined = said(&mut command);
+    trained(&joined);
+    // The launcher puts a rank's number before its lines.
+    let text: String = joined.stdout.lines().map(|l| l.strip_prefix("[0] ").unwrap_or(l)).collect();
+    let summary: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {}", joined.stdout));
+    assert_eq!(summary["steps"], 12);
+    let here = Run::new();
+    trained(&here.train(&[]));
+    assert_eq!(run.losses(), here.losses(), "bit for bit");
 }
 
 #[test]

@@ -49,7 +49,7 @@ fn save(store: &Store, count: usize) -> u64 {
     timed("plain copy", bytes, || std::hint::black_box([values.clone(), values.clone(), values.clone()]));
     let raw: &[u8] = bytemuck::cast_slice(&values);
     timed("plain hash, one thread", bytes, || {
-        (0..3).for_each(|_| drop(std::hint::black_box(blake3::hash(raw))))
+        (0..3).for_each(|_| _ = std::hint::black_box(blake3::hash(raw)))
     });
     let path = store.folder().join("plain");
     std::fs::create_dir_all(store.folder()).expect("a folder");

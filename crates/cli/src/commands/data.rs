@@ -46,7 +46,7 @@ struct PackArgs {
     /// A Hugging Face tokenizer.json; without one, bytes are the tokens
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<PathBuf>,
-    /// The token behind a document, or `none` [default: the tokenizer's <|endoftext|>, </s> or the like]
+    /// The token behind a document, or `none` [default: the tokenizer's `<|endoftext|>`, `</s>` or the like]
     #[arg(long, value_name = "TOKEN", requires = "tokenizer")]
     end_of_document: Option<DocumentEnd>,
     /// Tokenize on so many threads; the file is the same [default: one a core]

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use crossmesh_core::units::{Seconds, parse_seconds};
+use crossmesh_core::id::Rank;
+use crossmesh_core::units::{Bytes, Seconds, parse_seconds};
 use crossmesh_train::checkpoint::{Checkpoint, Store};
 use crossmesh_train::config::Config;
 use serde::Serialize;
@@ -17,7 +18,7 @@ use crate::input::read_text;
 use crate::joined;
 use crate::output::{self, Format, Progress};
 use crate::report;
-use crate::runner::{RunFailed, RunOptions, Work, run_work};
+use crate::runner::{Measured, RunFailed, RunOptions, Work, run_work};
 use crate::task::Task;
 use crate::training::board::{Board, Facts, Seen, loss_text, speed_text};
 use crate::training::dry::{self, DryRun};
@@ -136,8 +137,18 @@ struct Summary {
     exposed_comm: f64,
     bubble: f64,
     optimizer: f64,
+    /// Of every rank whose process the system tells about.
+    memory: Vec<Memory>,
     metrics: PathBuf,
     report: PathBuf,
+}
+
+/// The most memory of a rank's process, and the weights, gradients, moments, activations and crossings it was predicted to hold.
+#[derive(Debug, Serialize)]
+struct Memory {
+    rank: u32,
+    peak_rss_bytes: u64,
+    predicted_bytes: u64,
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
@@ -213,7 +224,7 @@ fn train(args: &Args, config: Config) -> Result<Answer> {
     let outcome = loop {
         let training = with_board(&first, from.as_ref().map(|f| f.folder.clone()), &board);
         match run_once(&training, &options) {
-            Ok(()) => break Ok(()),
+            Ok(measured) => break Ok(measured),
             Err(error) if restarts < args.restarts && can_restart(&error) => {
                 restarts += 1;
                 let reached = board.steps();
@@ -234,8 +245,12 @@ fn train(args: &Args, config: Config) -> Result<Answer> {
         let page = timeline::report(&first, &seen, board.facts.tokens.is_some());
         output::write_file(&html, &report::train::render(&page, report::provenance()))?;
     }
-    outcome?;
-    let summary = summary(&first, &seen, resumed_at, restarts, (metrics, html));
+    let measured = outcome?;
+    if !writes {
+        return Ok(Answer::Yes);
+    }
+    let mut summary = summary(&first, &seen, resumed_at, restarts, (metrics, html));
+    summary.memory = memory(&first, &measured)?;
     match args.format() {
         Format::Text => output::print(&render(&summary, &board.facts))?,
         Format::Json => output::print_json(&summary)?,
@@ -309,7 +324,7 @@ fn with_board(first: &Training, resume: Option<PathBuf>, board: &Arc<Board>) -> 
     training
 }
 
-fn run_once(training: &Training, options: &RunOptions) -> Result<()> {
+fn run_once(training: &Training, options: &RunOptions) -> Result<Measured> {
     let work = Work {
         task: &Task::of_training(training),
         document: training.document(),
@@ -317,7 +332,16 @@ fn run_once(training: &Training, options: &RunOptions) -> Result<()> {
         topology: &training.topology,
         predicted_s: 0.0,
     };
-    run_work(&work, options, &Progress::new()).map(drop)
+    run_work(&work, options, &Progress::new())
+}
+
+/// What every rank had, beside what it was predicted to hold.
+fn memory(training: &Training, measured: &Measured) -> Result<Vec<Memory>> {
+    let of = |(rank, peak): &(Rank, u64)| -> Result<Memory> {
+        let predicted_bytes = dry::memory(training, *rank)?.sum();
+        Ok(Memory { rank: rank.0, peak_rss_bytes: *peak, predicted_bytes })
+    };
+    measured.peak_rss.iter().map(of).collect()
 }
 
 fn summary(
@@ -353,6 +377,7 @@ fn summary(
         exposed_comm: share(mean(&|m| m.exposed_comm_s)),
         bubble: share(mean(&|m| m.bubble_s)),
         optimizer: share(mean(&|m| m.optimizer_s)),
+        memory: vec![],
         metrics,
         report,
     }
@@ -370,6 +395,7 @@ fn render(summary: &Summary, facts: &Facts) -> String {
         "loss       {} → {}{reachable}\n\
          step       {}, {}\n\
          time       compute {}, exposed communication {}, bubble {}, optimizer {}\n\
+         memory     {}\n\
          report     {}\n\
          trained {} to step {} in {}\n",
         loss_text(summary.first_loss),
@@ -380,11 +406,26 @@ fn render(summary: &Summary, facts: &Facts) -> String {
         percent(summary.exposed_comm),
         percent(summary.bubble),
         percent(summary.optimizer),
+        memory_text(&summary.memory),
         shown(&summary.report),
         summary.name,
         summary.steps,
         Seconds(summary.seconds),
     )
+}
+
+/// The rank that had the most beyond what was predicted.
+fn memory_text(memory: &[Memory]) -> String {
+    let beyond = |m: &Memory| m.peak_rss_bytes.saturating_sub(m.predicted_bytes);
+    match memory.iter().max_by_key(|m| beyond(m)) {
+        Some(most) => format!(
+            "{} of r{}'s process, {} beyond what was predicted to be held",
+            Bytes(most.peak_rss_bytes),
+            most.rank,
+            Bytes(beyond(most))
+        ),
+        None => "the system does not tell".into(),
+    }
 }
 
 fn shown(path: &Path) -> String {

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crossmesh_core::units::{Bytes, Seconds};
 
-use crate::commands::bench::{CaseResult, Results, StrategyResult};
+use crate::commands::bench::{CaseResult, MeasuredTimes, Results, StrategyResult};
 use crate::output::count;
 
 use super::{Page, card, escape};
@@ -18,8 +18,15 @@ const CLIP: f64 = 8.0;
 /// The page. `provenance` is the footer: command and version.
 pub fn render(results: &Results, provenance: Vec<String>) -> String {
     let mut body = figures(results);
-    body += "<h2>Predicted time</h2>\n<p class=\"note\">Seconds, and how many times the lower bound. The fastest of a \
-             row is bold.</p>\n<div class=\"panel\">\n";
+    let (head, below) = match measured(results).next().is_some() {
+        true => ("Predicted and measured time", " Below it what was measured: the median of all runs."),
+        false => ("Predicted time", ""),
+    };
+    let _ = write!(
+        body,
+        "<h2>{head}</h2>\n<p class=\"note\">Seconds, and how many times the lower bound. The fastest prediction of a row is \
+         bold.{below}</p>\n<div class=\"panel\">\n"
+    );
     body += &table(results);
     body += "</div>\n<h2>Over the bound</h2>\n<p class=\"note\">A bar per strategy, in multiples of the case's lower \
              bound (the dashed line, 1 ×). Shorter is better; bars beyond 8 × are cut.</p>\n<div class=\"bars\">\n";
@@ -49,10 +56,24 @@ fn figures(results: &Results) -> String {
             near,
         );
     }
+    let flow = measured(results).filter(|(_, s, _)| s.strategy == "flow");
+    let worst = flow.filter_map(|(case, _, m)| Some((case, m.over_bound?, m.over_predicted?)));
+    if let Some((case, over, of_predicted)) = worst.max_by(|a, b| a.1.total_cmp(&b.1)) {
+        let near = if over <= 1.1 { "good" } else { "" };
+        let what =
+            format!("of the bound, measured: flow's worst, {}; {of_predicted:.3} × predicted", case.name);
+        cards += &card(&format!("{over:.3} ×"), &what, near);
+    }
     if let Some((name, over)) = furthest(results) {
         cards += &card(&format!("{over:.1} ×"), &format!("of the bound: the furthest, {name}"), "");
     }
     format!("<div class=\"cards\">\n{cards}</div>\n")
+}
+
+/// Everything that was run.
+fn measured(results: &Results) -> impl Iterator<Item = (&CaseResult, &StrategyResult, &MeasuredTimes)> {
+    let all = results.cases.iter().flat_map(|case| case.strategies.iter().map(move |s| (case, s)));
+    all.filter_map(|(case, s)| Some((case, s, s.measured.as_ref()?)))
 }
 
 /// The strategy and case furthest from the bound.
@@ -97,49 +118,51 @@ fn cell(s: &StrategyResult, best: f64) -> String {
         return format!("<td class=\"num\" title=\"{}\">–</td>", escape(why));
     };
     let class = if seconds <= best * 1.0005 { "num best" } else { "num" };
-    let over = s.over_bound.map_or(String::new(), |o| format!("<span class=\"over\">×{o:.2}</span>"));
-    format!("<td class=\"{class}\">{}{over}</td>", Seconds(seconds))
+    let over =
+        |over: Option<f64>| over.map_or(String::new(), |o| format!("<span class=\"over\">×{o:.2}</span>"));
+    let measured = s.measured.as_ref().map_or(String::new(), |m| {
+        let (time, wrong) = (Seconds(m.median_s), if m.verified { "" } else { " WRONG" });
+        format!("<br>{time}{}{wrong}", over(m.over_bound))
+    });
+    format!("<td class=\"{class}\">{}{}{measured}</td>", Seconds(seconds), over(s.over_bound))
+}
+
+/// One bar: what it says, how long it is in bounds, how it looks.
+struct Bar<'a> {
+    strategy: &'a str,
+    over_bound: Option<f64>,
+    class: &'a str,
+    word: &'a str,
+}
+
+/// A bar per strategy; where it was run, the measured one below the predicted.
+fn bars_of(case: &CaseResult) -> Vec<Bar<'_>> {
+    let bars = case.strategies.iter().flat_map(|s| {
+        let ours = s.strategy == "flow";
+        let (plain, faint) = if ours { ("ours", "ours faint") } else { ("bar", "bar faint") };
+        let (class, word) = if s.measured.is_some() { (faint, " predicted") } else { (plain, "") };
+        let predicted = Bar { strategy: s.strategy, over_bound: s.over_bound, class, word };
+        let measured = s.measured.as_ref().map(|m| {
+            let word = if m.verified { " measured" } else { " measured, and WRONG" };
+            Bar { strategy: "", over_bound: m.over_bound, class: plain, word }
+        });
+        std::iter::once(predicted).chain(measured)
+    });
+    bars.collect()
 }
 
 fn bars(case: &CaseResult) -> String {
-    let reach = case.strategies.iter().filter_map(|s| s.over_bound).fold(1.0, f64::max).min(CLIP) * 1.02;
+    let all = bars_of(case);
+    let reach = all.iter().filter_map(|bar| bar.over_bound).fold(1.0, f64::max).min(CLIP) * 1.02;
     let x = |over: f64| LEFT + WIDTH * (over.min(reach) / reach);
-    let (top, height) = (26.0, 30.0 + BAR * case.strategies.len() as f64);
-    let width = LEFT + WIDTH + 60.0;
+    let (top, height) = (26.0, 30.0 + BAR * all.len() as f64);
+    let width = LEFT + WIDTH + if all.iter().any(|bar| !bar.word.is_empty()) { 130.0 } else { 60.0 };
     let mut svg = format!(
         "<svg width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{}\">\n",
         escape(&case.name)
     );
-    for (i, s) in case.strategies.iter().enumerate() {
-        let y = top + BAR * i as f64;
-        let text_y = y + BAR - 5.0;
-        let _ = writeln!(
-            svg,
-            "<text x=\"{}\" y=\"{text_y}\" text-anchor=\"end\">{}</text>",
-            LEFT - 8.0,
-            s.strategy
-        );
-        let Some(over) = s.over_bound else {
-            let _ = writeln!(svg, "<text class=\"soft\" x=\"{}\" y=\"{text_y}\">no plan</text>", LEFT + 4.0);
-            continue;
-        };
-        let class = if s.strategy == "flow" { "ours" } else { "bar" };
-        let _ = writeln!(
-            svg,
-            "<rect class=\"{class}\" x=\"{LEFT}\" y=\"{}\" width=\"{:.1}\" height=\"{}\" rx=\"2\"/>",
-            y + 2.0,
-            x(over) - LEFT,
-            BAR - 4.0
-        );
-        if over > reach {
-            let _ = writeln!(
-                svg,
-                "<path class=\"clip\" d=\"M{:.1} {y}l-5 {BAR}m4 0l5 -{BAR}\"/>",
-                x(over) - 12.0
-            );
-        }
-        let _ =
-            writeln!(svg, "<text class=\"soft\" x=\"{:.1}\" y=\"{text_y}\">×{over:.2}</text>", x(over) + 6.0);
+    for (i, bar) in all.iter().enumerate() {
+        svg += &draw(bar, top + BAR * i as f64, reach, &x);
     }
     let (x1, bottom) = (x(1.0), height - 2.0);
     let _ = writeln!(
@@ -154,6 +177,32 @@ fn bars(case: &CaseResult) -> String {
         "<div class=\"panel\"><h3>{} <span class=\"over\">{what}</span></h3>\n{svg}</div>\n",
         escape(&case.name)
     )
+}
+
+fn draw(bar: &Bar<'_>, y: f64, reach: f64, x: &impl Fn(f64) -> f64) -> String {
+    let text_y = y + BAR - 5.0;
+    let name_x = LEFT - 8.0;
+    let mut svg =
+        format!("<text x=\"{name_x}\" y=\"{text_y}\" text-anchor=\"end\">{}</text>\n", bar.strategy);
+    let Some(over) = bar.over_bound else {
+        let _ = writeln!(svg, "<text class=\"soft\" x=\"{}\" y=\"{text_y}\">no plan</text>", LEFT + 4.0);
+        return svg;
+    };
+    let _ = writeln!(
+        svg,
+        "<rect class=\"{}\" x=\"{LEFT}\" y=\"{}\" width=\"{:.1}\" height=\"{}\" rx=\"2\"/>",
+        bar.class,
+        y + 2.0,
+        x(over) - LEFT,
+        BAR - 4.0
+    );
+    if over > reach {
+        let clip_x = x(over) - 12.0;
+        let _ = writeln!(svg, "<path class=\"clip\" d=\"M{clip_x:.1} {y}l-5 {BAR}m4 0l5 -{BAR}\"/>");
+    }
+    let (at, word) = (x(over) + 6.0, bar.word);
+    let _ = writeln!(svg, "<text class=\"soft\" x=\"{at:.1}\" y=\"{text_y}\">×{over:.2}{word}</text>");
+    svg
 }
 
 #[cfg(test)]
@@ -203,5 +252,27 @@ mod tests {
         assert_eq!(html.matches("class=\"clip\"").count(), 1, "15 times the bound is cut");
         assert!(html.contains("no plan") && html.contains("title=\"cannot\""));
         assert!(html.contains("a &lt;case&gt;") && !html.contains("<case>"));
+    }
+
+    #[test]
+    fn what_was_measured_is_below_what_was_predicted() {
+        let mut results = results();
+        let times = |verified| MeasuredTimes {
+            measured_s: vec![0.6],
+            median_s: 0.6,
+            over_bound: Some(1.2),
+            over_predicted: Some(1.15),
+            verified,
+        };
+        results.cases[0].strategies[2].measured = Some(times(true));
+        let html = render(&results, vec![]);
+        let (predicted, measured) = (html.find("×1.00 predicted"), html.find("×1.20 measured"));
+        assert!(predicted.is_some() && predicted < measured, "{predicted:?} {measured:?}");
+        assert_eq!(html.matches("class=\"ours faint\"").count(), 1);
+        assert_eq!(html.matches("class=\"ours\"").count(), 1);
+        assert!(html.contains("1.200 ×") && html.contains("1.150 × predicted"));
+        assert!(!html.contains("WRONG"));
+        results.cases[0].strategies[2].measured = Some(times(false));
+        assert!(render(&results, vec![]).contains("WRONG"));
     }
 }

@@ -347,7 +347,7 @@ fn breakdown(ranks: &[RankTimes]) -> String {
 const LEGEND: &str = "<div class=\"legend\">\
 <span><i class=\"kf\"></i>F forward</span><span><i class=\"kb\"></i>B backward for inputs</span>\
 <span><i class=\"kw\"></i>W backward for weights</span><span><i class=\"kbw\"></i>BW both in one</span>\
-<span><i style=\"background:var(--po)\"></i>O update</span></div>\n";
+<span><i style=\"background:var(--po)\"></i>OPT update</span></div>\n";
 
 fn passes(timeline: &Timeline) -> String {
     let row = |row: &TimelineRow| {
@@ -424,6 +424,7 @@ pub mod tests {
             bubble_s: 0.015,
             optimizer_s: 0.005,
             bytes_sent: 1 << 20,
+            activation_bytes: 1 << 20,
         };
         let times = StepTimes { step: 0.1, compute: 0.07, exposed: 0.01, bubble: 0.015, optimizer: 0.005 };
         let pass = |name: &str, start: f64| (name.to_string(), start, start + 0.02);

@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 use anyhow::Result;
 use crossmesh_core::id::{DeviceId, Rank, StageId};
 use crossmesh_core::reshard::{Placed, Plan, lower_bound};
-use crossmesh_core::schedule::PassKind;
+use crossmesh_core::schedule::memory::peaks;
+use crossmesh_core::schedule::{Costs, Footprint, time};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::step::{Direction, StepReport};
 use crossmesh_core::units::{Bytes, Seconds};
@@ -200,34 +201,24 @@ fn memory_in<T: Scalar>(training: &Training, rank: Rank) -> Result<RankMemory> {
         weights: elements * width,
         gradients: elements * width,
         optimizer: moments * kept * width,
-        activations: activations(training, device, &outlines),
+        activations: activations::<T>(training, device, position)?,
         crossings: crossings(training, rank),
     })
 }
 
-/// The most that the activations of a device's passes come to, in the schedule's order.
-fn activations(training: &Training, device: DeviceId, outlines: &[Outline]) -> u64 {
-    let stages = training.wiring.stages_on(device);
-    let (mut held, mut most) = (0u64, 0u64);
-    for pass in &training.resolved.job.schedule.devices()[device.index()] {
-        let Some(at) = stages.iter().position(|stage| *stage == pass.stage) else { continue };
-        let bytes = &outlines[at].activations;
-        match pass.kind {
-            PassKind::F | PassKind::Load => held += bytes.after_forward,
-            // What is kept for W is made before what B used is let go.
-            PassKind::B => {
-                most = most.max(held);
-                held = held + bytes.after_backward_input - bytes.after_forward.min(held);
-            }
-            PassKind::W => held = held.saturating_sub(bytes.after_backward_input),
-            PassKind::BW | PassKind::Evict | PassKind::Offload => {
-                held = held.saturating_sub(bytes.after_forward)
-            }
-            PassKind::S | PassKind::T | PassKind::Optimizer => {}
-        }
-        most = most.max(held);
-    }
-    most
+/// The most bytes of activations at any time, by the schedule's checker. A device's own passes are in order, whatever they take.
+fn activations<T: Scalar>(training: &Training, device: DeviceId, position: usize) -> Result<u64> {
+    let job = &training.resolved.job;
+    let model = training.resolved.model.with_kernels::<Cpu<T>>();
+    let placement = job.schedule.placement();
+    let held = |(stage, units): (StageId, &std::ops::Range<usize>)| -> Result<(u64, u64)> {
+        let position = if placement.device(stage) == device { position } else { 0 };
+        let held = Outline::new(&*model, units.clone(), &setup(job, stage, position)?)?.activations;
+        Ok((held.after_forward, held.after_backward_input))
+    };
+    let held = placement.stages().zip(&job.stages).map(held).collect::<Result<Vec<_>>>()?;
+    let timed = time(&job.schedule, &Costs::even(placement.num_stages(), 1.0, 1.0, 1.0, 0.0)?)?;
+    Ok(peaks(&job.schedule, &timed, &Footprint::exact(&held))[device.index()].amount as u64)
 }
 
 /// Buffers of what crosses between stages.
@@ -253,7 +244,7 @@ fn held(plan: &Plan, rank: Rank) -> u64 {
         let position = placed.ranks.iter().position(|r| *r == rank)?;
         let coord = placed.layout.mesh().coord(position);
         let elements: u64 = placed.layout.shard_at(&coord).iter().map(|region| region.volume()).sum();
-        Some(elements * placed.layout.dtype().bytes() as u64)
+        Some(elements * placed.layout.dtype().bytes())
     };
     let ends = plan.problem.reshards.iter().flat_map(|r| [shard(&r.src), shard(&r.dst)]);
     ends.flatten().sum()

@@ -30,6 +30,8 @@ pub struct StepMetrics {
     pub bubble_s: f64,
     pub optimizer_s: f64,
     pub bytes_sent: u64,
+    /// The most that a rank held of its microbatches.
+    pub activation_bytes: u64,
 }
 
 impl StepMetrics {
@@ -54,6 +56,7 @@ impl StepMetrics {
             bubble_s: mean(&|r| r.times.bubble),
             optimizer_s: mean(&|r| r.times.optimizer),
             bytes_sent: records.values().map(|r| r.bytes_sent).sum(),
+            activation_bytes: records.values().map(|r| r.activation_bytes).max().unwrap_or(0),
         })
     }
 
@@ -128,7 +131,7 @@ pub mod tests {
             },
             bytes_sent: 10,
             bytes_received: 10,
-            activation_bytes: 0,
+            activation_bytes: 20,
             peaks: vec![],
             passes: vec![],
         }

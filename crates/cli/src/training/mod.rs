@@ -22,14 +22,19 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use crossmesh_core::cluster::Topology;
-use crossmesh_train::config::{Config, DataKind, ModelKind, Precision, Resolved, resolve};
+use crossmesh_train::config::keys::KEYS;
+use crossmesh_train::config::{
+    AnyModel, Config, DataKind, ModelKind, Precision, Resolved, resolve, toml_text,
+};
 use crossmesh_train::data::file::TokenFile;
 use crossmesh_train::data::images::{Images, ImagesSpec};
 use crossmesh_train::data::language::{Language, LanguageSpec};
 use crossmesh_train::data::text::{DocumentEnd, Encoder, Text};
 use crossmesh_train::data::tokens::{Source, Tokens, WindowSpec};
-use crossmesh_train::data::{self, DataSet, Kind};
+use crossmesh_train::data::{self, DataError, DataSet, Kind};
+use crossmesh_train::job::JobError;
 use crossmesh_train::kernels::cpu::Cpu;
+use crossmesh_train::models::ConfigError as ModelError;
 use crossmesh_train::wiring::Wiring;
 use serde::{Deserialize, Serialize};
 
@@ -94,7 +99,7 @@ impl Training {
         signal: bool,
         on_step: OnStep,
     ) -> Result<Self> {
-        let data = open_data(&config)?;
+        let data = open_data(&config).map_err(|error| placed(&config, error))?;
         let described = match &config.cluster.file {
             Some(file) => Some(read_cluster(file.as_ref())?),
             None => None,
@@ -105,10 +110,11 @@ impl Training {
             NicRates::parse(nic)?.apply(&mut resolved.job.cluster).context("the NIC rate")?;
         }
         let wiring = match config.train.precision {
-            Precision::F32 => wire::<f32>(&resolved, &*data)?,
-            Precision::F64 => wire::<f64>(&resolved, &*data)?,
+            Precision::F32 => wire::<f32>(&resolved, &*data),
+            Precision::F64 => wire::<f64>(&resolved, &*data),
         };
-        let found = found(&config, &*data);
+        let wiring = wiring.map_err(|error| placed(&config, error))?;
+        let found = found(&config, &resolved);
         let doc = TrainDoc {
             schema: SCHEMA.into(),
             name: config.name.clone(),
@@ -152,6 +158,27 @@ impl Training {
     }
 }
 
+/// An error about a value, with the line of the config that gives it.
+fn placed(config: &Config, error: anyhow::Error) -> anyhow::Error {
+    let of_model = |error: &ModelError| {
+        let ModelError::Value { key, value, reason, hint } = error;
+        (*key, value.clone(), reason.clone(), hint.clone())
+    };
+    let found = match (error.downcast_ref::<DataError>(), error.downcast_ref::<JobError>()) {
+        (Some(DataError::Value { key, value, reason, hint }), _) => {
+            Some((*key, value.clone(), reason.clone(), hint.to_string()))
+        }
+        (_, Some(JobError::Model(error))) => Some(of_model(error)),
+        _ => None,
+    };
+    let Some((key, value, reason, hint)) = found else { return error };
+    let known = ["data", "model", "stage"].map(|section| format!("{section}.{key}"));
+    match known.iter().find(|path| KEYS.iter().any(|key| key.path() == **path)) {
+        Some(path) => config.error(path, format!("{value}: {reason}"), hint).into(),
+        None => error,
+    }
+}
+
 fn wire<T: crossmesh_train::kernels::scalar::Scalar>(
     resolved: &Resolved,
     data: &dyn DataSet,
@@ -161,11 +188,17 @@ fn wire<T: crossmesh_train::kernels::scalar::Scalar>(
     Ok(Wiring::new(&*model, &resolved.job)?)
 }
 
-/// What follows from the data, or from the config's name.
-fn found(config: &Config, data: &dyn DataSet) -> Vec<(&'static str, String)> {
-    let mut found = vec![];
-    if let (ModelKind::Gpt { vocab: None, .. }, Some(classes)) = (&config.model, classes(data)) {
-        found.push(("model.vocab", classes.to_string()));
+/// What follows from other keys, from the data, or from the config's name.
+fn found(config: &Config, resolved: &Resolved) -> Vec<(&'static str, String)> {
+    let mut found = vec![
+        ("data.kind", toml_text(config.data.kind.name())),
+        ("optimizer.floor", format!("{:e}", config.optimizer.update.rate.floor)),
+        ("checkpoint.folder", toml_text(&config.saving.folder)),
+        ("log.folder", toml_text(&config.log.folder)),
+    ];
+    if let AnyModel::Gpt(gpt) = &resolved.model {
+        let sizes = gpt.config();
+        found.extend([("model.vocab", sizes.vocab.to_string()), ("model.hidden", sizes.hidden.to_string())]);
     }
     found
 }

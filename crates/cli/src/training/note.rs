@@ -95,7 +95,7 @@ mod tests {
             times: StepTimes { step: 1.0, compute: 0.5, exposed: 0.25, bubble: 0.125, optimizer: 0.125 },
             bytes_sent: 7,
             bytes_received: 8,
-            activation_bytes: 4,
+            activation_bytes: 9,
             peaks: vec![Peak { stage: 1, microbatches: 2, bytes: 3 }],
             passes: vec![PassSpan { pass: "0F3".into(), start: 0.25, end: 0.5 }],
         };

@@ -12,14 +12,13 @@ use std::path::Path;
 use crossmesh_comm::collectives::{CallError, Element, GroupId};
 use crossmesh_core::id::Rank;
 use crossmesh_train::checkpoint::{
-    Checkpoint, CheckpointError, Convert, Facts, Moments, OptimizerFacts, Sharding, Snapshot, StageState,
-    StageTarget, Store, Writing,
+    Checkpoint, CheckpointError, Convert, Draft, Facts, Moments, OptimizerFacts, Sharding, Snapshot,
+    StageState, StageTarget, Store, Writing,
 };
 use crossmesh_train::config::AnyModel;
 use crossmesh_train::job::Job;
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::optim::OptimizerConfig;
-use crossmesh_train::parameter::Parameter;
 use crossmesh_train::place::Place;
 use crossmesh_train::runtime::{TrainError, Trainer};
 
@@ -45,17 +44,6 @@ struct Pending {
     writing: Option<Writing>,
     /// There once this rank has written its part.
     report: Vec<u8>,
-}
-
-/// A stage's numbers, copied out of the trainer.
-struct Copied<T> {
-    parameters: Vec<Parameter>,
-    values: Vec<T>,
-    names: &'static [&'static str],
-    moments: Vec<Vec<T>>,
-    shard: std::ops::Range<usize>,
-    /// Tied weights that an earlier stage saves.
-    elsewhere: Vec<String>,
 }
 
 impl Saver {
@@ -128,29 +116,39 @@ impl Saver {
     ) -> Result<(), Trouble> {
         // One at a time: a slow disk makes training wait rather than fall behind.
         self.go_on(trainer, true)?;
-        let copies = copies(training, trainer);
-        let elsewhere: Vec<Vec<&str>> =
-            copies.iter().map(|copied| copied.elsewhere.iter().map(String::as_str).collect()).collect();
-        let states: Vec<StageState<'_, T>> = copies
-            .iter()
-            .zip(&elsewhere)
-            .map(|(copied, elsewhere)| StageState {
-                parameters: &copied.parameters,
-                place: &self.place,
-                values: &copied.values,
-                moments: Moments {
-                    names: copied.names,
-                    values: copied.moments.iter().map(|m| &m[..]).collect(),
-                    shard: copied.shard.clone(),
-                    sharding: self.sharding,
-                },
-                elsewhere,
-            })
-            .collect();
-        let snapshot = Snapshot::take(trainer.steps(), self.rank, &states)?;
+        let snapshot = self.snapshot(training, trainer)?;
         let facts = facts(training, trainer.steps());
         self.pending = Some(Pending { facts, writing: Some(self.store.write(snapshot)), report: vec![] });
         Ok(())
+    }
+
+    /// A copy of what this rank writes, and of nothing else.
+    fn snapshot<T: Scalar + Element>(
+        &self,
+        training: &Training,
+        trainer: &mut Trainer<T>,
+    ) -> Result<Snapshot, CheckpointError> {
+        let mut draft = Draft::new(trainer.steps(), self.rank);
+        trainer.each_stage(|stage| -> Result<(), CheckpointError> {
+            // Tied weights are saved by the first stage that has them.
+            let tied = training.wiring.tied.iter();
+            let saved_before =
+                tied.filter(|tied| tied.stages.contains(&stage.stage) && tied.stages[0] != stage.stage);
+            let elsewhere: Vec<&str> = saved_before.map(|tied| tied.name.as_str()).collect();
+            draft.add(&StageState {
+                parameters: stage.parameters,
+                place: &self.place,
+                values: &stage.params[..],
+                moments: Moments {
+                    names: stage.optimizer.moment_names(),
+                    values: stage.optimizer.moments().iter().map(|m| &m[..]).collect(),
+                    shard: stage.optimizer.shard(),
+                    sharding: self.sharding,
+                },
+                elsewhere: &elsewhere,
+            })
+        })?;
+        draft.finish()
     }
 
     /// Makes a save complete if all ranks have written their part; or waits until they have.
@@ -196,26 +194,6 @@ impl Saver {
 fn place(job: &Job, rank: Rank) -> Result<Place, Trouble> {
     let (device, position) = job.home(rank).ok_or(TrainError::NoPart { rank })?;
     Ok(job.place(device, position).map_err(|e| TrainError::Job(e.into()))?)
-}
-
-fn copies<T: Scalar + Element>(training: &Training, trainer: &mut Trainer<T>) -> Vec<Copied<T>> {
-    let mut copies = vec![];
-    let done = trainer.each_stage(|stage| -> Result<(), std::convert::Infallible> {
-        let tied = training.wiring.tied.iter();
-        let saved_before =
-            tied.filter(|tied| tied.stages.contains(&stage.stage) && tied.stages[0] != stage.stage);
-        copies.push(Copied {
-            parameters: stage.parameters.to_vec(),
-            values: stage.params.to_vec(),
-            names: stage.optimizer.moment_names(),
-            moments: stage.optimizer.moments().iter().map(|m| m.to_vec()).collect(),
-            shard: stage.optimizer.shard(),
-            elsewhere: saved_before.map(|tied| tied.name.clone()).collect(),
-        });
-        Ok(())
-    });
-    let Ok(()) = done;
-    copies
 }
 
 fn facts(training: &Training, step: u64) -> Facts {

@@ -143,8 +143,8 @@ pub(crate) struct Job {
     /// By receive: the sends that follow it.
     pub followers: FxHashMap<u32, Vec<u32>>,
     pub channels: Vec<Channel>,
-    /// By send op.
-    pub channel_of: FxHashMap<u32, u32>,
+    /// By op; none of those that send nothing.
+    channel_of: Vec<Option<u32>>,
     pub send_by_tag: FxHashMap<u32, u32>,
     pub recv_by_tag: FxHashMap<u32, u32>,
     pub left: usize,
@@ -168,7 +168,7 @@ impl Job {
             dependents: vec![],
             followers: FxHashMap::default(),
             channels: vec![],
-            channel_of: FxHashMap::default(),
+            channel_of: vec![None; len],
             send_by_tag: FxHashMap::default(),
             recv_by_tag: FxHashMap::default(),
             left: len,
@@ -185,6 +185,11 @@ impl Job {
 
     pub fn op(&self, op: u32) -> &Op {
         &self.spec.program.ops[op as usize]
+    }
+
+    /// Where a send stands in line.
+    pub fn channel_of(&self, op: u32) -> Option<u32> {
+        self.channel_of[op as usize]
     }
 
     pub fn dependents(&self, op: u32) -> std::ops::Range<usize> {
@@ -240,7 +245,7 @@ impl Job {
                         self.channels.len() as u32 - 1
                     });
                     self.channels[channel as usize].queue.push_back(i);
-                    self.channel_of.insert(i, channel);
+                    self.channel_of[i as usize] = Some(channel);
                     self.send_by_tag.insert(tag, i);
                 }
                 OpKind::Recv { from, tag, .. } => {

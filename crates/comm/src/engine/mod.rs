@@ -43,6 +43,8 @@ use sends::InLine;
 
 /// What is copied before the loop looks at its links again.
 const COPY_STEP_BYTES: u64 = 1 << 20;
+/// Ops of a new job that are looked at before peers hear of them: whoever sends to us begins while we look at the rest.
+const START_STEP: usize = 1024;
 /// Messages announced for jobs that have not started here yet; a peer that announces more is out of its mind.
 const MAX_EARLY_TAGS: usize = 1 << 22;
 
@@ -199,6 +201,9 @@ impl Engine {
 
     /// Starts a program. It moves on whenever a job is tested or waited for.
     pub fn start(&mut self, spec: JobSpec) -> Result<Handle, CommError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
         let (id, now) = (spec.id, self.clock.now_ns());
         if self.jobs.is_empty() {
             self.peers.iter_mut().for_each(|p| p.heard_ns = now);
@@ -214,10 +219,10 @@ impl Engine {
         }
         let ready: Vec<u32> = (0..).zip(&job.ops).filter(|(_, p)| p.waits == 0).map(|(i, _)| i).collect();
         self.jobs.insert(id, job);
-        for op in ready {
-            self.activate(id, op);
+        for ops in ready.chunks(START_STEP) {
+            ops.iter().for_each(|op| self.activate(id, *op, now));
+            self.pump_sends().map_err(|error| self.give_up(error))?;
         }
-        self.announce();
         Ok(Handle(id))
     }
 
@@ -346,11 +351,16 @@ impl Engine {
     }
 
     fn take_events(&mut self, peer: usize, events: &mut Vec<Event>) -> Result<(), CommError> {
+        if events.is_empty() {
+            return Ok(());
+        }
+        // They all came just now; a clock for each would cost as much as taking it.
+        let now = self.clock.now_ns();
         for event in events.drain(..) {
             match event {
                 Event::Ready { job, tags } => self.on_ready(job, tags)?,
-                Event::Arrived { message, upto } => self.on_arrived(message, upto),
-                Event::Sent { message, upto } => self.on_sent(message, upto),
+                Event::Arrived { message, upto } => self.on_arrived(message, upto, now),
+                Event::Sent { message, upto } => self.on_sent(message, upto, now),
                 Event::Beat { waits_for } => self.peers[peer].waits_for = waits_for,
                 Event::Bye => self.peers[peer].said_bye = true,
                 Event::Abort { culprit, reason } => return Err(self.aborted(culprit, reason)),
@@ -379,8 +389,7 @@ impl Engine {
         Ok(())
     }
 
-    fn on_arrived(&mut self, message: Message, upto: u64) {
-        let now = self.clock.now_ns();
+    fn on_arrived(&mut self, message: Message, upto: u64, now: u64) {
         let Some(job) = self.jobs.get_mut(&message.job) else { return };
         let Some(&op) = job.recv_by_tag.get(&message.tag) else { return };
         job.bytes_received += upto - job.ops[op as usize].moved;
@@ -390,22 +399,21 @@ impl Engine {
             self.wake_sender(message.job, follower);
         }
         if done {
-            self.end(message.job, op);
+            self.end(message.job, op, now);
         }
     }
 
-    fn on_sent(&mut self, message: Message, upto: u64) {
-        let now = self.clock.now_ns();
+    fn on_sent(&mut self, message: Message, upto: u64, now: u64) {
         let Some(job) = self.jobs.get_mut(&message.job) else { return };
         let Some(&op) = job.send_by_tag.get(&message.tag) else { return };
         job.bytes_sent += upto - job.ops[op as usize].moved;
         if note_progress(job, op, upto, now) {
-            self.end(message.job, op);
+            self.end(message.job, op, now);
         }
     }
 
     /// An op has ended: whoever waited for the last of its dependencies becomes ready.
-    fn end(&mut self, id: u32, op: u32) {
+    fn end(&mut self, id: u32, op: u32, now: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         job.left -= 1;
         let mut ready = vec![];
@@ -421,13 +429,12 @@ impl Engine {
             self.wake_sender(id, follower);
         }
         for op in ready {
-            self.activate(id, op);
+            self.activate(id, op, now);
         }
     }
 
     /// Nothing keeps the op from running any more.
-    fn activate(&mut self, id: u32, op: u32) {
-        let now = self.clock.now_ns();
+    fn activate(&mut self, id: u32, op: u32, now: u64) {
         let job = self.jobs.get_mut(&id).expect("ops belong to jobs under way");
         job.ops[op as usize].ready_ns = now;
         match job.op(op).kind {
@@ -477,7 +484,7 @@ impl Engine {
                 self.computing = false;
                 self.passes.pop_front();
                 note_progress(job, op, 0, now);
-                self.end(id, op);
+                self.end(id, op, now);
             } else if let OpKind::Compute { pass, nanos } = job.op(op).kind {
                 job.ops[op as usize].started_ns = now;
                 self.computing = true;
@@ -518,7 +525,7 @@ impl Engine {
                 job.ops[op as usize].ended_ns = self.clock.now_ns();
                 self.copies.pop_front();
                 self.copied = 0;
-                self.end(id, op);
+                self.end(id, op, now);
             }
         }
     }

@@ -42,7 +42,7 @@ impl Engine {
     /// Something about this send changed: it may stand in line now.
     pub(super) fn wake_sender(&mut self, id: u32, op: u32) {
         let Some(job) = self.jobs.get(&id) else { return };
-        let Some(&channel) = job.channel_of.get(&op) else { return };
+        let Some(channel) = job.channel_of(op) else { return };
         self.wake_channel(id, channel);
     }
 
@@ -107,14 +107,13 @@ impl Engine {
 
     /// Hands the next part of a send to its link.
     fn issue(&mut self, id: u32, channel: u32, op: u32, upto: u64) {
-        let now = self.clock.now_ns();
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let OpKind::Send { tag, weight, .. } = job.op(op).kind else { return };
         let link = &mut self.peers[job.channels[channel as usize].link].link;
         let bytes = job.op(op).bytes;
         let progress = &mut job.ops[op as usize];
         if progress.started_ns == 0 {
-            progress.started_ns = now;
+            progress.started_ns = self.clock.now_ns();
         }
         let start = progress.issued;
         let end = upto.min(start + link.part_bytes(job.spec.chunk_bytes));

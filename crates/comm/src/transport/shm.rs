@@ -20,11 +20,11 @@ use crate::memory::{Memory, Place};
 use crate::view::{Outer, View};
 use crate::wire::{Header, Kind, WireError};
 
-/// Messages up to this size travel inside the socket: a copy more, a frame less.
-pub const INLINE_BYTES: u64 = 8 << 10;
+/// Messages up to this size travel inside the socket: two copies and two checksums more, a frame less.
+pub const INLINE_BYTES: u64 = 2 << 10;
 /// What may be offered and not yet taken.
 const WINDOW_BYTES: u64 = 8 << 20;
-const WINDOW_OFFERS: usize = 64;
+const WINDOW_OFFERS: usize = 1024;
 /// What is copied before the link looks at its socket again.
 const STEP_BYTES: u64 = 512 << 10;
 /// Segments a peer may register; a rank has one for each memory it starts programs with.
@@ -151,15 +151,18 @@ impl Shm {
         let (segment, rest) = payload.split_first_chunk::<4>().ok_or_else(bad)?;
         let segment = self.mapped.get(u32::from_le_bytes(*segment) as usize).ok_or_else(bad)?;
         let (words, odd) = rest.as_chunks::<8>();
-        let words: Vec<u64> = words.iter().map(|w| u64::from_le_bytes(*w)).collect();
-        let [len, base, run, outer @ ..] = words.as_slice() else { return Err(bad()) };
+        let [len, base, run, outer @ ..] = words else { return Err(bad()) };
+        let [len, base, run] = [len, base, run].map(|word| u64::from_le_bytes(*word));
         let (pairs, single) = outer.as_chunks::<2>();
-        let outer: Vec<Outer> =
-            pairs.iter().map(|[count, stride]| Outer { count: *count, stride: *stride }).collect();
+        let of_pair = |[count, stride]: &[[u8; 8]; 2]| Outer {
+            count: u64::from_le_bytes(*count),
+            stride: u64::from_le_bytes(*stride),
+        };
+        let outer: Vec<Outer> = pairs.iter().map(of_pair).collect();
         let view =
-            View::from_parts(*base, *run, &outer, segment.len()).filter(|v| v.run_bytes() > 0 || *len == 0);
+            View::from_parts(base, run, &outer, segment.len()).filter(|v| v.run_bytes() > 0 || len == 0);
         match (view, odd.is_empty() && single.is_empty()) {
-            (Some(view), true) => Ok((segment.clone(), *len, view)),
+            (Some(view), true) => Ok((segment.clone(), len, view)),
             _ => Err(bad()),
         }
     }

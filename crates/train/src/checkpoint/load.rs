@@ -10,7 +10,7 @@
 //! ```
 //!
 //! No number is used before the file it comes from was found to be what was written. That costs reading every file this rank needs once, hashed on all
-//! cores (about 1 GB/s a core, from the page cache); each file once for a [`Checkpoint`], however much is loaded.
+//! cores (measured at 2.2 GB/s a core from the page cache, bench/results); each file once for a [`Checkpoint`], however much is loaded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -25,7 +25,7 @@ use super::boxes;
 use super::error::CheckpointError;
 use super::hash::{Input, hash_files};
 use super::manifest::{BoxEntry, Facts, Manifest, TensorEntry, VALUE};
-use super::read::{Source, fetch};
+use super::read::{Reader, Source};
 use super::snapshot::fits;
 use super::state::{Convert, StageTarget};
 use super::store::MANIFEST;
@@ -196,11 +196,11 @@ impl Checkpoint {
     /// Reads what is wanted, once the files it is in are known to be good.
     fn copy<T: Scalar>(&self, wanted: &[Wanted<'_>], values: &mut [T]) -> Result<u64, CheckpointError> {
         self.verify_files(&wanted.iter().map(|w| w.entry.file).collect())?;
-        let mut read = 0;
+        let (mut read, mut reader) = (0, Reader::default());
         for w in wanted {
             let source = self.source(w.entry, &w.source)?;
             let target = &mut values[w.at..w.at + w.target.volume() as usize];
-            read += fetch(&source, &w.source, &w.target, target)?;
+            read += reader.fetch(&source, &w.source, &w.target, target)?;
         }
         Ok(read)
     }

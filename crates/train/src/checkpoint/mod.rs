@@ -20,7 +20,7 @@
 //! rank 0: store.commit(&facts, &reports)?                                complete from here on; older ones are removed
 //! ```
 //!
-//! One save at a time: the next snapshot is written after the last one was committed. Loading, on every rank:
+//! ([`Draft`] takes the snapshot stage by stage, where stages cannot be lent together.) One save at a time: the next snapshot is written after the last one was committed. Loading, on every rank:
 //!
 //! ```text
 //! let path = store.latest()?;                                            the newest complete one, whatever its state
@@ -50,7 +50,7 @@ mod write;
 pub use error::{CheckpointError, Fault};
 pub use load::{Checkpoint, Restored};
 pub use manifest::{BoxEntry, Facts, FileEntry, Manifest, OptimizerFacts, SCHEMA, TensorEntry, VALUE};
-pub use snapshot::Snapshot;
+pub use snapshot::{Draft, Snapshot};
 pub use state::{Convert, Moments, Sharding, StageState, StageTarget};
 pub use store::{MANIFEST, Store};
 pub use write::Writing;

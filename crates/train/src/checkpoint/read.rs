@@ -28,43 +28,50 @@ pub struct Source<'a> {
     pub dtype: DType,
 }
 
-/// Copies what two boxes have in common from the one in the file to the one in memory. Returns the bytes read.
-pub fn fetch<T: Scalar>(
-    source: &Source<'_>,
-    from: &Region,
-    to: &Region,
-    values: &mut [T],
-) -> Result<u64, CheckpointError> {
-    let Some(common) = from.intersect(to) else { return Ok(0) };
-    let width = source.dtype.bytes();
-    let file = View::of_box(source.start, from, &common, width).expect("a part of both");
-    let memory = View::of_box(0, to, &common, 1).expect("a part of both");
-    let (mut read, mut done) = (0, 0);
-    let mut scratch = Scratch::default();
-    while done < common.volume() {
-        let end = common.volume().min(done + READ_BYTES / width);
-        read += scratch.read(source, &file, done * width..end * width)?;
-        let numbers = numbers::<T>(source.dtype, &scratch.stream);
-        let mut next = 0;
-        for (at, len) in memory.runs(done..end) {
-            let (at, len) = (at as usize, len as usize);
-            values[at..at + len].copy_from_slice(&numbers[next..next + len]);
-            next += len;
-        }
-        done = end;
-    }
-    Ok(read)
-}
-
-/// Buffers that are used again.
+/// Reads; its buffers are used again and again.
 #[derive(Debug, Default)]
-struct Scratch {
+pub struct Reader {
+    /// Runs of a file with what is between them.
     raw: Vec<u8>,
     /// The bytes of a part of a view, one behind the other.
     stream: Vec<u8>,
 }
 
-impl Scratch {
+impl Reader {
+    /// Copies what two boxes have in common from the one in the file to the one in memory. Returns the bytes read.
+    pub fn fetch<T: Scalar>(
+        &mut self,
+        source: &Source<'_>,
+        from: &Region,
+        to: &Region,
+        values: &mut [T],
+    ) -> Result<u64, CheckpointError> {
+        let Some(common) = from.intersect(to) else { return Ok(0) };
+        let width = source.dtype.bytes();
+        let file = View::of_box(source.start, from, &common, width).expect("a part of both");
+        let memory = View::of_box(0, to, &common, 1).expect("a part of both");
+        if source.dtype == T::DTYPE && file.outer().is_empty() && memory.outer().is_empty() {
+            let at = memory.base() as usize;
+            let target = &mut values[at..at + common.volume() as usize];
+            read_at(source, bytemuck::cast_slice_mut(target), file.base())?;
+            return Ok(file.bytes());
+        }
+        let (mut read, mut done) = (0, 0);
+        while done < common.volume() {
+            let end = common.volume().min(done + READ_BYTES / width);
+            read += self.read(source, &file, done * width..end * width)?;
+            let mut next = 0;
+            for (at, len) in memory.runs(done..end) {
+                let (at, bytes) = (at as usize, (len * width) as usize);
+                put(source.dtype, &self.stream[next..next + bytes], &mut values[at..at + len as usize]);
+                next += bytes;
+            }
+            done = end;
+        }
+        Ok(read)
+    }
+
+    /// Reads a part of a view into the stream.
     fn read(
         &mut self,
         source: &Source<'_>,
@@ -78,17 +85,14 @@ impl Scratch {
         while let Some((at, len)) = runs.next() {
             group.push((at, len));
             let first = group[0].0;
-            let joins = |&(next, len): &(u64, u64)| {
-                next - group.last().map_or(0, |g| g.0 + g.1) <= GAP_BYTES && next + len - first <= READ_BYTES
+            let joins = |&(next, next_len): &(u64, u64)| {
+                next - (at + len) <= GAP_BYTES && next + next_len - first <= READ_BYTES
             };
             if runs.peek().is_some_and(joins) {
                 continue;
             }
             self.raw.resize((at + len - first) as usize, 0);
-            source
-                .file
-                .read_exact_at(&mut self.raw, first)
-                .map_err(CheckpointError::io("read", source.path))?;
+            read_at(source, &mut self.raw, first)?;
             read += self.raw.len() as u64;
             for (at, len) in group.drain(..) {
                 let start = (at - first) as usize;
@@ -99,24 +103,21 @@ impl Scratch {
     }
 }
 
+fn read_at(source: &Source<'_>, bytes: &mut [u8], at: u64) -> Result<(), CheckpointError> {
+    source.file.read_exact_at(bytes, at).map_err(CheckpointError::io("read", source.path))
+}
+
 /// Little-endian numbers; the same bits where the type is the same.
-fn numbers<T: Scalar>(dtype: DType, bytes: &[u8]) -> Vec<T> {
-    if dtype == T::DTYPE {
-        let mut numbers = vec![T::ZERO; bytes.len() / size_of::<T>()];
-        bytemuck::cast_slice_mut(&mut numbers).copy_from_slice(bytes);
-        return numbers;
+fn put<T: Scalar>(dtype: DType, bytes: &[u8], out: &mut [T]) {
+    fn each<T: Scalar, const N: usize>(bytes: &[u8], out: &mut [T], number: impl Fn([u8; N]) -> f64) {
+        out.iter_mut().zip(bytes.as_chunks().0).for_each(|(out, b)| *out = T::from_f64(number(*b)));
     }
     match dtype {
-        DType::F64 => bytes.as_chunks().0.iter().map(|b| T::from_f64(f64::from_le_bytes(*b))).collect(),
-        DType::F32 => {
-            bytes.as_chunks().0.iter().map(|b| T::from_f64(f32::from_le_bytes(*b).into())).collect()
-        }
-        DType::F16 => {
-            bytes.as_chunks().0.iter().map(|b| T::from_f64(half::f16::from_le_bytes(*b).into())).collect()
-        }
-        DType::Bf16 => {
-            bytes.as_chunks().0.iter().map(|b| T::from_f64(half::bf16::from_le_bytes(*b).into())).collect()
-        }
+        same if same == T::DTYPE => bytemuck::cast_slice_mut(out).copy_from_slice(bytes),
+        DType::F64 => each(bytes, out, f64::from_le_bytes),
+        DType::F32 => each(bytes, out, |b| f32::from_le_bytes(b).into()),
+        DType::F16 => each(bytes, out, |b| half::f16::from_le_bytes(b).into()),
+        DType::Bf16 => each(bytes, out, |b| half::bf16::from_le_bytes(b).into()),
         other => unreachable!("{other} is no real number"),
     }
 }

@@ -3,10 +3,10 @@
 //! The copy is the file: the runs that this rank owns, one behind the other, as they will lie on disk. A rank copies no more than it writes, so of
 //! four replicas each copies a quarter.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::marker::PhantomData;
 use std::ops::Range;
 
-use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
 
 use super::boxes;
@@ -26,6 +26,55 @@ pub struct Snapshot {
     pub(super) body: Vec<u8>,
 }
 
+/// A snapshot that is being taken, stage by stage.
+#[derive(Debug)]
+pub struct Draft<T> {
+    step: u64,
+    rank: Rank,
+    tensors: Vec<PartTensor>,
+    /// As the header has them.
+    entries: Vec<(String, String, Vec<u64>)>,
+    body: Vec<u8>,
+    number: PhantomData<T>,
+}
+
+impl<T: Scalar> Draft<T> {
+    /// Of nothing yet. `step` counts the steps done.
+    pub fn new(step: u64, rank: Rank) -> Self {
+        Self { step, rank, tensors: vec![], entries: vec![], body: vec![], number: PhantomData }
+    }
+
+    /// Copies what this rank writes of a stage.
+    pub fn add(&mut self, stage: &StageState<'_, T>) -> Result<(), CheckpointError> {
+        check(stage)?;
+        let all = 0..stage.values.len();
+        let mut pieces = tensors(stage, VALUE, stage.values, &all, Sharding::Replicated);
+        let moments = &stage.moments;
+        for (name, values) in moments.names.iter().zip(&moments.values) {
+            pieces.extend(tensors(stage, name, values, &moments.shard, moments.sharding));
+        }
+        let dtype = T::DTYPE.name().to_uppercase();
+        self.body.reserve_exact(pieces.iter().map(|(_, v)| size_of_val(*v)).sum());
+        for (tensor, values) in pieces {
+            self.entries.push((tensor.key.clone(), dtype.clone(), shape(&tensor, values.len())));
+            self.tensors.push(tensor);
+            self.body.extend_from_slice(bytemuck::cast_slice(values));
+        }
+        Ok(())
+    }
+
+    /// What is to be written.
+    pub fn finish(self) -> Result<Snapshot, CheckpointError> {
+        let Self { step, rank, tensors, entries, body, .. } = self;
+        twice(&tensors)?;
+        let header = header_bytes(&BTreeMap::new(), &entries);
+        let (name, bytes) = (file_name(rank), (header.len() + body.len()) as u64);
+        let file = FileEntry { name, bytes, blake3: String::new() };
+        let part = Part { rank: rank.0, step, dtype: T::DTYPE.to_string(), file, tensors };
+        Ok(Snapshot { part, header, body })
+    }
+}
+
 impl Snapshot {
     /// Copies what this rank writes of the stages it holds. `step` counts the steps done.
     pub fn take<T: Scalar>(
@@ -33,28 +82,9 @@ impl Snapshot {
         rank: Rank,
         stages: &[StageState<'_, T>],
     ) -> Result<Self, CheckpointError> {
-        stages.iter().try_for_each(check)?;
-        let mut pieces: Vec<(PartTensor, &[T])> = Vec::new();
-        for stage in stages {
-            let all = 0..stage.values.len();
-            pieces.extend(tensors(stage, VALUE, stage.values, &all, Sharding::Replicated));
-            let moments = &stage.moments;
-            for (name, values) in moments.names.iter().zip(&moments.values) {
-                pieces.extend(tensors(stage, name, values, &moments.shard, moments.sharding));
-            }
-        }
-        twice(&pieces)?;
-        let dtype = if T::DTYPE == DType::F64 { "F64" } else { "F32" };
-        let entries: Vec<_> =
-            pieces.iter().map(|(t, v)| (t.key.clone(), dtype.into(), shape(t, v.len()))).collect();
-        let header = header_bytes(&BTreeMap::new(), &entries);
-        let mut body = Vec::with_capacity(pieces.iter().map(|(_, v)| size_of_val(*v)).sum());
-        pieces.iter().for_each(|(_, values)| body.extend_from_slice(bytemuck::cast_slice(values)));
-        let (name, bytes) = (file_name(rank), (header.len() + body.len()) as u64);
-        let file = FileEntry { name, bytes, blake3: String::new() };
-        let tensors = pieces.into_iter().map(|(t, _)| t).collect();
-        let part = Part { rank: rank.0, step, dtype: T::DTYPE.to_string(), file, tensors };
-        Ok(Self { part, header, body })
+        let mut draft = Draft::new(step, rank);
+        stages.iter().try_for_each(|stage| draft.add(stage))?;
+        draft.finish()
     }
 
     /// Bytes of this rank's file.
@@ -109,11 +139,11 @@ fn shape(tensor: &PartTensor, len: usize) -> Vec<u64> {
     }
 }
 
-fn twice<V>(pieces: &[(PartTensor, V)]) -> Result<(), CheckpointError> {
-    let mut seen = std::collections::BTreeSet::new();
-    match pieces.iter().find(|(t, _)| !seen.insert(&t.key)) {
+fn twice(tensors: &[PartTensor]) -> Result<(), CheckpointError> {
+    let mut seen = BTreeSet::new();
+    match tensors.iter().find(|t| !seen.insert(&t.key)) {
         None => Ok(()),
-        Some((t, _)) => Err(CheckpointError::State {
+        Some(t) => Err(CheckpointError::State {
             what: format!(
                 "two stages of this rank save `{}`\nhint: one of them lists it as saved elsewhere",
                 t.key

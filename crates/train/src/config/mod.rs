@@ -25,7 +25,7 @@ pub use resolve::{AnyModel, Resolved, resolve};
 pub use typed::{
     DataKind, DataSection, Log, ModelKind, OptimizerSection, Pipeline, Precision, Saving, StageSection, Train,
 };
-pub use value::parse_mesh;
+pub use value::{parse_mesh, toml_text};
 pub use work::{UnitWork, unit_work};
 
 use std::fmt::Write as _;

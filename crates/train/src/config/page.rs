@@ -52,6 +52,7 @@ A line of JSON for every step, in `log.folder`:
 | `bubble_s` | it stood still for another reason: nobody had made what it needed, a mean over ranks |
 | `optimizer_s` | weights were updated, a mean over ranks |
 | `bytes_sent` | by all ranks together |
+| `activation_bytes` | the most that a rank held of its microbatches at once |
 
 A run that goes on from a checkpoint drops the lines of steps after it, and goes on behind the others.
 ";

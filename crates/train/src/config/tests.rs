@@ -21,7 +21,7 @@ fn refused(text: &str, sets: &[&str]) -> String {
 #[test]
 fn nothing_at_all_is_a_config() {
     let job = job("", &[]).unwrap();
-    assert_eq!((job.ranks().len(), job.stages.clone(), job.samples), (1, vec![0..6], 4));
+    assert_eq!((job.ranks().len(), job.stages.len(), job.stages[0].clone(), job.samples), (1, 1, 0..6, 4));
     assert_eq!(job.schedule.num_microbatches(), 4);
     assert_eq!(job.update.clip, Some(1.0));
 }

@@ -82,6 +82,18 @@ pub enum DataKind {
     Images { waves: usize, classes: usize },
 }
 
+impl DataKind {
+    /// As a config has it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            DataKind::Language { .. } => "language",
+            DataKind::Text { .. } => "text",
+            DataKind::Tokens { .. } => "tokens",
+            DataKind::Images { .. } => "images",
+        }
+    }
+}
+
 impl DataSection {
     pub(super) fn of(values: &Values) -> Result<Self, ConfigError> {
         let count = |name: &str| values.count(&format!("data.{name}"));

@@ -277,7 +277,7 @@ impl fmt::Display for Value {
 }
 
 /// Text as a basic string of TOML.
-fn toml_text(text: &str) -> String {
+pub fn toml_text(text: &str) -> String {
     let mut out = String::from("\"");
     for c in text.chars() {
         match c {

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use crossmesh_core::id::Rank;
 use crossmesh_core::mesh::Mesh;
 use crossmesh_train::checkpoint::{
-    Checkpoint, CheckpointError, Convert, Facts, Moments, OptimizerFacts, Restored, Sharding, Snapshot,
-    StageState, StageTarget, Store,
+    Checkpoint, CheckpointError, Convert, Draft, Facts, Moments, OptimizerFacts, Restored, Sharding,
+    Snapshot, StageState, StageTarget, Store,
 };
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::parameter::{Declaration, Init, Parameter, Parameters, shard_indices};
@@ -105,13 +105,11 @@ impl World {
             stages.iter().map(|h| (0..3).map(|state| self.flat(h, state, step)).collect()).collect();
         let names: Vec<Vec<&str>> =
             stages.iter().map(|h| h.elsewhere.iter().map(String::as_str).collect()).collect();
-        let states: Vec<StageState<'_, T>> = stages
-            .iter()
-            .zip(&buffers)
-            .zip(&names)
-            .map(|((held, buffers), elsewhere)| stage_state(held, buffers, elsewhere, self.sharding()))
-            .collect();
-        Snapshot::take(step, Rank(rank as u32), &states).unwrap()
+        let mut draft = Draft::new(step, Rank(rank as u32));
+        for ((held, buffers), elsewhere) in stages.iter().zip(&buffers).zip(&names) {
+            draft.add(&stage_state(held, buffers, elsewhere, self.sharding())).unwrap();
+        }
+        draft.finish().unwrap()
     }
 
     /// Saves a step, every rank in turn.

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::super::error::CheckpointError;
 use super::super::manifest::Facts;
-use super::super::read::{Source, fetch};
+use super::super::read::{Reader, Source};
 use super::super::snapshot::Snapshot;
 use super::super::state::{Moments, Sharding, StageState};
 use super::super::store::Store;
@@ -179,6 +179,6 @@ impl Foreign {
         let start = self.header.range(entry).start;
         let source = Source { file: &self.file, path: &self.path, start, dtype };
         let whole = Region::whole(parameter.layout.shape());
-        fetch(&source, &whole, &whole, values).map(|_| ())
+        Reader::default().fetch(&source, &whole, &whole, values).map(|_| ())
     }
 }
