@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! cargo xtask check    the quick loop: fmt, clippy, docs, unit tests, tidy
-//! cargo xtask ci       all of it: check, every test and doc test, benches kept alive, the feature `mpi`, cargo-deny
+//! cargo xtask ci       all of it: check, every test and doc test, benches kept alive, the features `mpi` and `tokenizers`,
+//!                      cargo-deny
 //! ```
 //!
 //! A tool that is not installed is named loudly and skipped; nothing else is.
@@ -49,6 +50,7 @@ fn ci() -> Result<()> {
     cargo(&["test", "--workspace", "--all-targets"])?;
     cargo(&["test", "--workspace", "--doc"])?;
     mpi()?;
+    tokenizers()?;
     if installed("deny") {
         // The advisory database is fetched over the network; the other checks need nothing but the lock file.
         cargo(&["deny", "check", "licenses", "bans", "sources"])?;
@@ -68,6 +70,15 @@ fn mpi() -> Result<()> {
     }
     let tests = ["--lib", "--test", "conformance_mpi", "--test", "mpi", "--test", "joined"];
     cargo(&[&["test"][..], &with_mpi, &tests].concat())
+}
+
+/// What is built and tested only with the feature `tokenizers`.
+fn tokenizers() -> Result<()> {
+    let with = ["-p", "crossmesh-train", "-p", "crossmesh-cli", "--features", "crossmesh-cli/tokenizers"];
+    if installed("clippy") {
+        cargo(&[&["clippy"][..], &with, &["--all-targets", "--", "-D", "warnings"]].concat())?;
+    }
+    cargo(&[&["test"][..], &with, &["--lib", "--test", "data"]].concat())
 }
 
 /// Makes sure of something that tests need; on Debian, as root, it is installed.

@@ -61,6 +61,16 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     take_part(job, work, options, progress).map(Some)
 }
 
+/// Which rank of somebody else's job this process is, if it is one.
+pub fn rank_of_job(standalone: bool) -> Result<Option<Rank>> {
+    let variables = variables();
+    if standalone || launcher(&variables).is_none() {
+        return Ok(None);
+    }
+    // Where only MPI knows, every rank finds out when it meets the others; until then one that cannot tell is not the first.
+    Ok(Some(place(&Flags::default(), &variables).map_or(Rank(u32::MAX), |place| place.rank)))
+}
+
 /// Leaves the job, where there is one. Without a farewell the others hear that this rank is gone.
 pub fn leave(well: bool) {
     let job = JOB.lock().ok().and_then(|mut job| job.take());

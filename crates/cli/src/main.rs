@@ -33,6 +33,7 @@ mod sweep_doc;
 mod task;
 mod timetable;
 mod trace_doc;
+mod training;
 
 /// What a command found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,8 +66,11 @@ enum Command {
     Diff(commands::diff::Args),
     Bench(commands::bench::Args),
     Schedule(commands::schedule::Args),
+    Data(commands::data::Args),
     Run(commands::run::Args),
+    Train(commands::train::Args),
     Launch(commands::launch::Args),
+    Checkpoint(commands::checkpoint::Args),
     #[command(hide = true)]
     Rank(commands::rank::Args),
     Completions(commands::completions::Args),
@@ -83,9 +87,12 @@ fn main() -> ExitCode {
         Command::Diff(args) => commands::diff::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Schedule(args) => commands::schedule::run(&args),
+        Command::Data(args) => commands::data::run(&args),
         Command::Run(args) => commands::run::run(args),
+        Command::Train(args) => commands::train::run(&args),
         Command::Rank(args) => commands::rank::run(&args),
         Command::Launch(args) => commands::launch::run(&args),
+        Command::Checkpoint(args) => commands::checkpoint::run(&args),
         Command::Completions(args) => commands::completions::run(&args, Cli::command()),
     };
     joined::leave(answer.is_ok());

@@ -94,6 +94,13 @@ fn error_text(error: &anyhow::Error) -> String {
     text
 }
 
+/// A line on stderr, beside the answer.
+pub fn remark(line: &str) {
+    if answers() {
+        let _ = writeln!(std::io::stderr(), "{line}");
+    }
+}
+
 /// A line on stderr that tells a person at a terminal what takes so long; nobody else sees it.
 pub struct Progress {
     shown: bool,
@@ -104,8 +111,13 @@ impl Progress {
         Self { shown: std::io::stderr().is_terminal() }
     }
 
+    /// Whether there is somebody to see it.
+    pub fn is_shown(&self) -> bool {
+        self.shown && answers()
+    }
+
     pub fn say(&self, what: &str) {
-        if self.shown && answers() {
+        if self.is_shown() {
             let _ = write!(std::io::stderr(), "\r\x1b[2K{what}");
         }
     }

@@ -84,6 +84,8 @@ impl Records<'_> {
             Task::Plan { .. } => (document, None, None),
             Task::Step { .. } => (None, document, None),
             Task::Sweep { .. } => (None, None, document),
+            // It is in the run's folder.
+            Task::Train { .. } => (None, None, None),
         };
         let flight = Flight {
             schema: SCHEMA.into(),

@@ -26,6 +26,7 @@ use crate::part::Summary;
 use crate::predict::Prediction;
 use crate::records::{MeasuredTrace, Records, measured_trace};
 use crate::task::Task;
+use crate::training::OnStep;
 
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 512;
@@ -80,7 +81,8 @@ pub struct Measured {
     pub seconds: Vec<f64>,
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
-    pub peak_rss_bytes: Option<u64>,
+    /// The most memory that each process had, where the system tells.
+    pub peak_rss: Vec<(Rank, u64)>,
     /// What ranks needed beside their tensors, where the system tells.
     pub memory: Vec<(Rank, ExtraMemory)>,
     pub started: Started,
@@ -91,6 +93,11 @@ pub struct Measured {
 impl Measured {
     pub fn median_s(&self) -> f64 {
         median(&self.seconds)
+    }
+
+    /// Of the largest process.
+    pub fn peak_rss_bytes(&self) -> Option<u64> {
+        self.peak_rss.iter().map(|(_, bytes)| *bytes).max()
     }
 
     pub fn verified(&self) -> bool {
@@ -113,6 +120,13 @@ pub struct RunFailed {
     said: Vec<(Rank, String)>,
     /// Why the job ended, in the words of those who ended in time to say so.
     aborts: Vec<Abort>,
+}
+
+impl RunFailed {
+    /// Whether nobody stopped it.
+    pub fn is_by_accident(&self) -> bool {
+        !matches!(self.outcome, Outcome::Signalled(_))
+    }
 }
 
 impl std::error::Error for RunFailed {}
@@ -194,7 +208,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let heard = Arc::new(Heard::default());
     let job = Job::start(
         processes.collect::<Result<_>>()?,
-        listen(&heard, work.task.num_rounds(options.repeat)),
+        listen(&heard, work.task.num_rounds(options.repeat), work.task.on_step()),
         GRACE,
     )?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
@@ -310,10 +324,11 @@ struct Heard {
     aborts: Mutex<Vec<Abort>>,
 }
 
-fn listen(heard: &Arc<Heard>, repeat: u32) -> OnLine {
+fn listen(heard: &Arc<Heard>, repeat: u32, on_step: Option<OnStep>) -> OnLine {
     let (heard, progress) = (heard.clone(), Progress::new());
     Arc::new(move |line: Line<'_>| match (line.source, serde_json::from_str::<Said>(line.text)) {
         (Source::Stdout, Ok(Said::Round(round))) => progress.say(&format!("run {round} of {repeat}")),
+        (Source::Stdout, Ok(Said::Step(note))) => on_step.iter().for_each(|hear| hear(note.clone())),
         (Source::Stdout, Ok(Said::Report(summary))) => {
             heard.summaries.lock().expect("no thread panics with it").push(summary);
         }
@@ -349,7 +364,7 @@ pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured
             .filter(|s| !s.verified)
             .map(|s| format!("{}: {}", s.rank, s.wrong.as_deref().unwrap_or("not checked")))
             .collect(),
-        peak_rss_bytes: summaries.iter().filter_map(|s| s.peak_rss_bytes).max(),
+        peak_rss: summaries.iter().filter_map(|s| Some((s.rank, s.peak_rss_bytes?))).collect(),
         memory: summaries.iter().filter_map(|s| Some((s.rank, s.memory.clone()?))).collect(),
         started,
         trace: None,

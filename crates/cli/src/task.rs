@@ -1,4 +1,4 @@
-//! What a rank of a run is there for: a plan, a training step, or a sweep of collectives.
+//! What a rank of a run is there for: a plan, a training step, a sweep of collectives, or training.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -20,6 +20,7 @@ use crossmesh_core::step::{Step, StepProgram, lower_step};
 
 use crate::input::{PlanFile, read_plan};
 use crate::sweep_doc::SweepDoc;
+use crate::training::{self, OnStep, Training};
 
 /// See the module.
 #[expect(clippy::large_enum_variant, reason = "a process has one of it")]
@@ -27,6 +28,7 @@ pub enum Task<'a> {
     Plan { plan: Cow<'a, Plan>, program: Program },
     Step { step: Cow<'a, Step>, lowered: Cow<'a, StepProgram> },
     Sweep { sweep: Cow<'a, Sweep> },
+    Train { training: Cow<'a, Training> },
 }
 
 impl<'a> Task<'a> {
@@ -54,6 +56,17 @@ impl<'a> Task<'a> {
         Task::Sweep { sweep: Cow::Borrowed(sweep) }
     }
 
+    pub fn of_training(training: &'a Training) -> Self {
+        Task::Train { training: Cow::Borrowed(training) }
+    }
+
+    /// Reads a document of training; `on_step` hears of every step.
+    pub fn read_training(path: &Path, on_step: OnStep) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read the training job {}", path.display()))?;
+        Ok(Task::Train { training: Cow::Owned(Training::read(&text, on_step)?) })
+    }
+
     /// Reads the one document that is given.
     pub fn read(plan: Option<&Path>, step: Option<&Path>, sweep: Option<&Path>) -> Result<Self> {
         match (plan, step, sweep) {
@@ -77,6 +90,7 @@ impl<'a> Task<'a> {
             Task::Plan { .. } => "--plan",
             Task::Step { .. } => "--step",
             Task::Sweep { .. } => "--sweep",
+            Task::Train { .. } => "--train",
         }
     }
 
@@ -94,6 +108,7 @@ impl<'a> Task<'a> {
                 ranks.sort_unstable();
                 ranks
             }
+            Task::Train { training } => training.resolved.job.ranks(),
         }
     }
 
@@ -103,6 +118,7 @@ impl<'a> Task<'a> {
             Task::Plan { program, .. } => peers_of(program, rank),
             Task::Step { lowered, .. } => peers_of(&lowered.program, rank),
             Task::Sweep { sweep } => sweep.peers(rank),
+            Task::Train { training } => training.wiring.peers(rank),
         }
     }
 
@@ -111,6 +127,7 @@ impl<'a> Task<'a> {
         match self {
             Task::Plan { .. } | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32,
+            Task::Train { .. } => 1,
         }
     }
 
@@ -119,7 +136,7 @@ impl<'a> Task<'a> {
     pub fn num_barriers(&self, repeat: u32) -> u32 {
         match self {
             Task::Plan { .. } | Task::Step { .. } => 2 * self.num_rounds(repeat),
-            Task::Sweep { .. } => self.num_rounds(repeat),
+            Task::Sweep { .. } | Task::Train { .. } => self.num_rounds(repeat),
         }
     }
 
@@ -128,6 +145,7 @@ impl<'a> Task<'a> {
         match self {
             Task::Plan { .. } | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32 * repeat,
+            Task::Train { .. } => 1,
         }
     }
 
@@ -141,7 +159,15 @@ impl<'a> Task<'a> {
                 Shares::of(&step.cluster, &Topology::new(&step.cluster), &lowered.program)
             }
             // Which ranks talk changes from one collective to the next.
-            Task::Sweep { .. } => Shares::default(),
+            Task::Sweep { .. } | Task::Train { .. } => Shares::default(),
+        }
+    }
+
+    /// Who hears of every step of training.
+    pub fn on_step(&self) -> Option<OnStep> {
+        match self {
+            Task::Train { training } => Some(training.on_step.clone()),
+            _ => None,
         }
     }
 
@@ -150,7 +176,7 @@ impl<'a> Task<'a> {
         match self {
             Task::Plan { program, .. } => Some(program),
             Task::Step { lowered, .. } => Some(&lowered.program),
-            Task::Sweep { .. } => None,
+            Task::Sweep { .. } | Task::Train { .. } => None,
         }
     }
 
@@ -162,7 +188,7 @@ impl<'a> Task<'a> {
                 let crossing = lowered.instances.get(tensor as usize).map(|i| i.crossing as usize);
                 crossing.and_then(|c| step.crossings.get(c)).map(|c| &c.name)
             }
-            Task::Sweep { .. } => None,
+            Task::Sweep { .. } | Task::Train { .. } => None,
         };
         name.cloned().unwrap_or_default()
     }
@@ -185,6 +211,7 @@ impl<'a> Task<'a> {
                 execute_step(step, lowered, rank, links, Box::new(device), options, barrier)
             }
             Task::Sweep { sweep } => execute_sweep(sweep, rank, links, options, barrier),
+            Task::Train { training } => training::rank::execute(training, rank, links, options, barrier),
         }
     }
 }

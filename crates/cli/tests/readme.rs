@@ -45,7 +45,7 @@ fn shown(text: &str) -> Vec<Shown> {
 fn run(command: &str) -> Option<String> {
     let words = command.strip_prefix(MAIN_JOB).or(command.strip_prefix("crossmesh "))?;
     let words = words.replace("\\\n", " ");
-    let said = common::crossmesh(&split(&words));
+    let said = common::said(common::binary().args(split(&words)).current_dir(page("")));
     Some(said.stdout + &said.stderr)
 }
 

@@ -60,6 +60,27 @@ pub struct OpPlaces {
 
 impl RankBuffers {
     pub fn allocate(plan: &Plan, program: &RankProgram, rank: Rank, sharing: Sharing) -> io::Result<Self> {
+        Self::lay_out(plan, program, rank, sharing, None)
+    }
+
+    /// For a plan that sends on what `came`: its sources are where that arrived.
+    pub fn sending_on(
+        came: &Self,
+        plan: &Plan,
+        program: &RankProgram,
+        rank: Rank,
+        sharing: Sharing,
+    ) -> io::Result<Self> {
+        Self::lay_out(plan, program, rank, sharing, Some(came))
+    }
+
+    fn lay_out(
+        plan: &Plan,
+        program: &RankProgram,
+        rank: Rank,
+        sharing: Sharing,
+        came: Option<&Self>,
+    ) -> io::Result<Self> {
         let (mut next, mut tensor_bytes) = (0, 0);
         let mut take = |bytes: u64| {
             let base = next;
@@ -77,7 +98,10 @@ impl RankBuffers {
             boxes.map(held).collect()
         };
         let reshards = &plan.problem.reshards;
-        let src = reshards.iter().map(|r| shard(&r.src)).collect();
+        let src = match came {
+            Some(came) => came.dst.clone(),
+            None => reshards.iter().map(|r| shard(&r.src)).collect(),
+        };
         let dst = reshards.iter().map(|r| shard(&r.dst)).collect();
         let stages = program.stages.iter().map(|bytes| take(*bytes)).collect();
         let memory = match sharing {
@@ -85,7 +109,8 @@ impl RankBuffers {
             Sharing::Host => Memory::shared(next).map_err(|cause| cannot_share(next, &cause))?,
         };
         let memory = Arc::new(memory);
-        let (src_memory, dst_memory) = (memory.clone(), memory.clone());
+        let src_memory = came.map_or(&memory, |came| &came.dst_memory).clone();
+        let dst_memory = memory.clone();
         Ok(Self { memory, src_memory, dst_memory, src, dst, stages, tensor_bytes })
     }
 

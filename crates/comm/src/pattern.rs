@@ -5,6 +5,7 @@
 //! whatever the order they are added in.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
@@ -14,7 +15,7 @@ use crossmesh_core::reshard::{Placed, Plan};
 use half::{bf16, f16};
 
 use crate::buffer::{HeldBox, RankBuffers};
-use crate::memory::Place;
+use crate::memory::{Memory, Place};
 use crate::view::View;
 
 /// What destinations hold before a run, so that what never arrives is noticed.
@@ -46,7 +47,7 @@ pub fn fill_sources(plan: &Plan, rank: Rank, buffers: &RankBuffers) {
         let part = contribution(&reshard.src, rank);
         let values = Values { tensor: tensor as u64, layout: &reshard.src.layout };
         for held in &buffers.src[tensor] {
-            let place = whole(held, &reshard.src.layout, buffers);
+            let place = whole(held, &reshard.src.layout, &buffers.src_memory);
             let mut row = vec![];
             for_rows(&held.region, reshard.src.layout.shape(), |index, len, at| {
                 row.clear();
@@ -62,7 +63,7 @@ pub fn poison_destinations(plan: &Plan, buffers: &RankBuffers) {
     let block = vec![POISON; BLOCK_BYTES];
     for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
         for held in &buffers.dst[tensor] {
-            let place = whole(held, &reshard.dst.layout, buffers);
+            let place = whole(held, &reshard.dst.layout, &buffers.dst_memory);
             let bytes = place.bytes();
             let mut at = 0;
             while at < bytes {
@@ -80,7 +81,7 @@ pub fn check_destinations(plan: &Plan, buffers: &RankBuffers) -> Option<Wrong> {
         let values = Values { tensor: tensor as u64, layout: &reshard.src.layout };
         let element = reshard.src.layout.dtype().bytes();
         for held in &buffers.dst[tensor] {
-            let place = whole(held, &reshard.dst.layout, buffers);
+            let place = whole(held, &reshard.dst.layout, &buffers.dst_memory);
             let (mut found, mut expected, mut wrong) = (vec![], vec![], None);
             for_rows(&held.region, reshard.src.layout.shape(), |index, len, at| {
                 found.clear();
@@ -105,9 +106,9 @@ pub fn check_destinations(plan: &Plan, buffers: &RankBuffers) -> Option<Wrong> {
     None
 }
 
-fn whole(held: &HeldBox, layout: &Layout, buffers: &RankBuffers) -> Place {
+fn whole(held: &HeldBox, layout: &Layout, memory: &Arc<Memory>) -> Place {
     let view = View::of_box(held.base, &held.region, &held.region, layout.dtype().bytes());
-    Place { memory: buffers.memory.clone(), view: view.expect("a box contains itself") }
+    Place { memory: memory.clone(), view: view.expect("a box contains itself") }
 }
 
 fn contribution(placed: &Placed, rank: Rank) -> u64 {

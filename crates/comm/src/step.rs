@@ -1,6 +1,7 @@
 //! One rank's part of a training step: passes on its device, crossings over its links, run after run.
 //!
-//! Every crossing has a few buffers, used in turn, each with its own shards ([`StepBuffers`]). A trainer's passes read and
+//! Every crossing has a few buffers, used in turn, each with its own shards ([`StepBuffers`]); where a stage's memory is kept for it, it is sent
+//! back from where it arrived. A trainer's passes read and
 //! write them. Where nothing is computed, they are filled with the pattern that [`crate::pattern`] knows, so that after
 //! a run every element that crossed last can be looked at.
 
@@ -10,7 +11,7 @@ use std::sync::Arc;
 use crossmesh_core::id::{MicrobatchId, Rank};
 use crossmesh_core::program::{Op, OpKind};
 use crossmesh_core::reshard::Plan;
-use crossmesh_core::step::{Direction, Step, StepProgram};
+use crossmesh_core::step::{Carries, Direction, Step, StepProgram};
 use rustc_hash::FxHashMap;
 
 use crate::buffer::{OpPlaces, RankBuffers, Sharing};
@@ -65,14 +66,17 @@ impl StepBuffers {
         let mut lanes = vec![];
         let mut planned = vec![];
         for crossing in 0..step.crossings.len() {
-            let (forward, there) = lane(step, lowered, rank, sharing, crossing, Direction::Forward)?;
-            let (backward, back) = lane(step, lowered, rank, sharing, crossing, Direction::Backward)?;
+            let (forward, there) = lane(step, lowered, rank, sharing, (crossing, Direction::Forward), None)?;
+            let kept = step.keeps(crossing, rank).then_some(&forward);
+            let (backward, back) = lane(step, lowered, rank, sharing, (crossing, Direction::Backward), kept)?;
             lanes.push([forward, backward]);
             planned.push([there, back]);
         }
-        let places = places(lowered, rank, &planned).map_err(system)?;
-        let turns = lowered.instances.iter();
-        let turns = turns.map(|i| ((i.crossing as usize, i.direction, i.microbatch), i.buffer as usize));
+        let places = places(step, lowered, rank, &planned).map_err(system)?;
+        let turns = lowered.instances.iter().map(|i| {
+            let buffer = lowered.buffer_on(step, i, rank) as usize;
+            ((i.crossing as usize, i.direction, i.microbatch), buffer)
+        });
         Ok(Self { rank, lanes, places, tensors: tensors(step, lowered), turns: turns.collect() })
     }
 
@@ -109,20 +113,24 @@ impl StepBuffers {
     }
 }
 
-/// A crossing's buffers, and for each the places of the ops of its plan.
+/// A crossing's buffers, and for each the places of the ops of its plan. What is `kept` leaves from where it is.
 fn lane(
     step: &Step,
     lowered: &StepProgram,
     rank: Rank,
     sharing: Sharing,
-    crossing: usize,
-    direction: Direction,
+    (crossing, direction): (usize, Direction),
+    kept: Option<&Lane>,
 ) -> Result<(Lane, Vec<Vec<OpPlaces>>), CommError> {
     let plan = step.crossings[crossing].plan(direction);
     let program = &lowered.lowered[crossing][direction as usize];
     let (mut lane, mut planned) = (Lane { buffers: vec![] }, vec![]);
-    for _ in 0..lowered.buffers[crossing][direction as usize] {
-        let allocated = RankBuffers::allocate(plan, &program.ranks[rank.index()], rank, sharing);
+    let ranked = &program.ranks[rank.index()];
+    for buffer in 0..lowered.buffers_on(step, crossing, direction, rank) as usize {
+        let allocated = match kept {
+            Some(kept) => RankBuffers::sending_on(&kept.buffers[buffer], plan, ranked, rank, sharing),
+            None => RankBuffers::allocate(plan, ranked, rank, sharing),
+        };
         let buffers = allocated.map_err(|e| CommError::System {
             me: rank,
             what: "allocate the buffers of a crossing",
@@ -137,6 +145,7 @@ fn lane(
 
 /// The places of all ops of the rank: those of the plans, by buffer; words of no bytes are nowhere.
 fn places(
+    step: &Step,
     lowered: &StepProgram,
     rank: Rank,
     planned: &[[Vec<Vec<OpPlaces>>; 2]],
@@ -152,7 +161,7 @@ fn places(
     for instance in &lowered.instances {
         let lane = &planned[instance.crossing as usize][instance.direction as usize];
         for (_, range) in instance.ops.iter().filter(|(r, _)| *r == rank) {
-            let of_plan = &lane[instance.buffer as usize];
+            let of_plan = &lane[lowered.buffer_on(step, instance, rank) as usize];
             places[range.start as usize..range.end as usize].clone_from_slice(of_plan);
         }
     }
@@ -161,11 +170,13 @@ fn places(
 
 fn tensors(step: &Step, lowered: &StepProgram) -> Vec<Tensor> {
     let name = |i: &crossmesh_core::step::Instance| {
-        let what = match i.direction {
-            Direction::Forward => "",
-            Direction::Backward => "gradient of ",
+        let crossing = &step.crossings[i.crossing as usize];
+        let what = match (crossing.carries, i.direction) {
+            (_, Direction::Forward) => "",
+            (Carries::Tensors, Direction::Backward) => "gradient of ",
+            (Carries::Memory, Direction::Backward) => "evicted ",
         };
-        format!("{what}{} of microbatch {}", step.crossings[i.crossing as usize].name, i.microbatch.0)
+        format!("{what}{} of microbatch {}", crossing.name, i.microbatch.0)
     };
     let crossings = lowered.instances.iter().map(name);
     crossings.chain(["the start of a pass".into()]).map(|name| Tensor { name, combine: None }).collect()

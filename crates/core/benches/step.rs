@@ -6,7 +6,7 @@ use crossmesh_core::reshard::problem::Hosts;
 use crossmesh_core::reshard::{PlanOptions, Problem, plan};
 use crossmesh_core::schedule::{Edge, Name, Spec, generate};
 use crossmesh_core::sim::simulate;
-use crossmesh_core::step::{Crossing, PassTimes, Step, lower_step};
+use crossmesh_core::step::{Carries, Crossing, PassTimes, Step, lower_step};
 
 fn main() {
     divan::main();
@@ -37,7 +37,15 @@ fn step() -> Step {
     let crossing = |from: u32| {
         let (forward, backward) = between[(from % DEVICES) as usize].clone();
         let edge = Edge { from: StageId(from), to: StageId(from + 1) };
-        Crossing { name: format!("act {from}"), edge, forward, backward, made: 1.0, needed: 0.0 }
+        Crossing {
+            name: format!("act {from}"),
+            edge,
+            forward,
+            backward,
+            carries: Carries::Tensors,
+            made: 1.0,
+            needed: 0.0,
+        }
     };
     let times = PassTimes { f_ns: 10_000_000, b_ns: 10_000_000, w_ns: 10_000_000, optimizer_ns: 0 };
     Step {

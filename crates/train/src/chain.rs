@@ -20,7 +20,7 @@ use crossmesh_core::layout::Layout;
 use crate::group::Group;
 use crate::kernels::scalar::Scalar;
 use crate::kernels::{Buffer, Kernels};
-use crate::layers::{Ctx, Elements, Mode, Remembered, Saved};
+use crate::layers::{Ctx, Elements, Item, Mode, Remembered, Saved};
 use crate::models::ConfigError;
 use crate::parameter::{Parameter, Parameters};
 use crate::place::{Place, shard_dims};
@@ -293,6 +293,8 @@ pub struct Chain<K: Kernels> {
 struct Held<B> {
     microbatch: Microbatch,
     memory: Memory<B>,
+    /// While it is elsewhere: how long everything in it was. Nothing is left here but its names.
+    away: Option<Vec<usize>>,
 }
 
 enum Memory<B> {
@@ -386,7 +388,8 @@ impl<K: Kernels> Chain<K> {
     /// Counts what is held now.
     fn look(&mut self) {
         let bytes = K::Real::DTYPE.bytes();
-        let waiting = self.held.values().filter(|h| !matches!(h.memory, Memory::Backward(_))).count();
+        let here = self.held.values().filter(|h| h.away.is_none());
+        let waiting = here.filter(|h| !matches!(h.memory, Memory::Backward(_))).count();
         let live = &mut self.live;
         live.microbatches = self.held.len();
         live.bytes = self.held.values().map(|h| h.memory.elements().bytes(bytes)).sum();
@@ -396,9 +399,17 @@ impl<K: Kernels> Chain<K> {
 
     /// Takes what a microbatch left for a pass, or says what is missing.
     fn held_for(&mut self, id: MicrobatchId, pass: &'static str) -> Result<Held<K::Buf>, StageError> {
-        let wanted = if pass == "B" { "forward" } else { "through B" };
-        let ready = |held: &Held<K::Buf>| matches!(held.memory, Memory::Backward(_)) == (pass == "W");
         let held = self.held.remove(&id);
+        let wanted = match (&held, pass) {
+            (Some(held), "LOAD") if held.away.is_none() => "evicted",
+            (Some(held), "B" | "W" | "EVICT") if held.away.is_some() => "loaded",
+            (_, "W") => "through B",
+            _ => "forward",
+        };
+        let ready = |held: &Held<K::Buf>| {
+            let made_b = matches!(held.memory, Memory::Backward(_));
+            made_b == (pass == "W") && held.away.is_some() == (pass == "LOAD")
+        };
         match held {
             Some(held) if ready(&held) => Ok(held),
             Some(held) => {
@@ -407,6 +418,39 @@ impl<K: Kernels> Chain<K> {
             }
             None => Err(StageError::NotThere { id, wanted, pass }),
         }
+    }
+
+    /// Moves what is remembered into bytes; and how long everything in it was.
+    fn pack(&self, memory: &mut Memory<K::Buf>) -> (Vec<u8>, Vec<usize>) {
+        let (mut bytes, mut lens) = (vec![], vec![]);
+        memory.each_mut(&mut |item| match item {
+            Item::Real(buf) => {
+                lens.push(buf.len());
+                bytes.extend_from_slice(bytemuck::cast_slice(&self.kernels.download(buf)));
+                *buf = self.kernels.buffer(0);
+            }
+            Item::Ids(ids) => {
+                lens.push(ids.len());
+                bytes.extend_from_slice(bytemuck::cast_slice(&std::mem::take(ids)));
+            }
+        });
+        (bytes, lens)
+    }
+
+    /// Puts everything back into a memory from which it was moved.
+    fn unpack(&self, memory: &mut Memory<K::Buf>, mut bytes: &[u8], lens: &[usize]) {
+        let mut lens = lens.iter().copied();
+        let mut take = |element: usize| {
+            let (head, rest) = bytes.split_at(lens.next().expect("a length for every item") * element);
+            bytes = rest;
+            head
+        };
+        memory.each_mut(&mut |item| match item {
+            Item::Real(buf) => {
+                *buf = self.kernels.upload(&values::<K::Real>(take(size_of::<K::Real>())));
+            }
+            Item::Ids(ids) => *ids = values(take(size_of::<i32>())),
+        });
     }
 }
 
@@ -440,7 +484,7 @@ impl<K: Kernels> Stage for Chain<K> {
         let saved = self.run(&self.ctx(microbatch, params, Mode::Train), &mut flow)?;
         let memory = kept.map_or(Memory::Forward(saved), Memory::Inputs);
         let outputs = self.outputs_of(&mut flow);
-        self.hold(microbatch.id, Held { microbatch, memory });
+        self.hold(microbatch.id, Held { microbatch, memory, away: None });
         Ok(outputs)
     }
 
@@ -461,7 +505,7 @@ impl<K: Kernels> Stage for Chain<K> {
         params: &K::Buf,
         grads: Vec<K::Buf>,
     ) -> Result<Vec<K::Buf>, StageError> {
-        let Held { microbatch, memory } = self.held_for(id, "B")?;
+        let Held { microbatch, memory, .. } = self.held_for(id, "B")?;
         let ctx = self.ctx(microbatch, params, Mode::Train);
         let mut saved = match memory {
             Memory::Inputs(mut flow) => self.run(&ctx, &mut flow)?,
@@ -473,7 +517,7 @@ impl<K: Kernels> Stage for Chain<K> {
         }
         let activations = self.parts.inputs.iter().filter(|p| p.role == Role::Activation);
         let grads = activations.map(|p| flow.take_real(&p.name)).collect();
-        self.hold(id, Held { microbatch, memory: Memory::Backward(saved) });
+        self.hold(id, Held { microbatch, memory: Memory::Backward(saved), away: None });
         Ok(grads)
     }
 
@@ -491,6 +535,26 @@ impl<K: Kernels> Stage for Chain<K> {
             ready(grads, self.parts.starts[i]..self.parts.starts[i + 1]);
         }
         self.look();
+        Ok(())
+    }
+
+    fn evict(&mut self, id: MicrobatchId) -> Result<Vec<u8>, StageError> {
+        let Held { microbatch, mut memory, .. } = self.held_for(id, "EVICT")?;
+        let (bytes, lens) = self.pack(&mut memory);
+        self.hold(id, Held { microbatch, memory, away: Some(lens) });
+        Ok(bytes)
+    }
+
+    fn load(&mut self, id: MicrobatchId, bytes: &[u8]) -> Result<(), StageError> {
+        let mut held = self.held_for(id, "LOAD")?;
+        let wanted = self.activation_bytes().after_forward as usize;
+        if bytes.len() < wanted {
+            self.hold(id, held);
+            return Err(StageError::Evicted { id, given: bytes.len() });
+        }
+        let lens = held.away.take().unwrap_or_default();
+        self.unpack(&mut held.memory, bytes, &lens);
+        self.hold(id, held);
         Ok(())
     }
 
@@ -527,12 +591,31 @@ impl<K: Kernels> Chain<K> {
 }
 
 impl<B: Buffer> Memory<B> {
+    /// Calls `f` with everything in it, always in the same order.
+    fn each_mut(&mut self, f: &mut dyn FnMut(Item<'_, B>)) {
+        match self {
+            Memory::Inputs(flow) => flow.0.values_mut().for_each(|value| match value {
+                Value::Real(buf) => f(Item::Real(buf)),
+                Value::Ids(ids) => f(Item::Ids(ids)),
+                Value::Loss(_) => {}
+            }),
+            Memory::Forward(saved) | Memory::Backward(saved) => saved.iter_mut().for_each(|s| s.each_mut(f)),
+        }
+    }
+
     fn elements(&self) -> Elements {
         match self {
             Memory::Inputs(flow) => flow.0.values().map(elements).sum(),
             Memory::Forward(saved) | Memory::Backward(saved) => saved.iter().map(Saved::elements).sum(),
         }
     }
+}
+
+/// Numbers from their bytes, which may lie anywhere.
+fn values<P: bytemuck::Pod + Default>(bytes: &[u8]) -> Vec<P> {
+    let mut values = vec![P::default(); bytes.len() / size_of::<P>()];
+    bytemuck::cast_slice_mut(&mut values).copy_from_slice(bytes);
+    values
 }
 
 fn elements<B: Buffer>(value: &Value<B>) -> Elements {

@@ -73,6 +73,8 @@ pub struct Job {
     pub plan: PlanOptions,
     /// Whether they do beside compute.
     pub overlap: bool,
+    /// Whether only a byte crosses in their place, and stages compute with made-up numbers: for measuring what communication costs.
+    pub signal: bool,
     /// By stage: how long passes are thought to take, for predictions.
     pub times: Vec<PassTimes>,
 }
@@ -99,6 +101,8 @@ pub enum JobError {
     Model(#[from] crate::models::ConfigError),
     #[error(transparent)]
     Connect(#[from] crate::stage::ConnectError),
+    #[error("{stage} evicts what it remembers, and the schedule has no device that keeps it")]
+    NoKeeper { stage: StageId },
     #[error("no plan for `{name}`")]
     Plan { name: String, source: crossmesh_core::reshard::PlanError },
     #[error(transparent)]

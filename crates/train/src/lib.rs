@@ -6,7 +6,10 @@
 //! chain       units of a model in a row are a stage
 //! models      GPT, the U-Transformer
 //! stage       THE SEAM: passes over buffers with names and layouts, parameters, bytes
+//! config      from TOML to a job
+//! data        samples that have numbers: text, token files, made-up languages and images
 //! optim       AdamW, SGD, clipping, schedules, on flat shards
+//! checkpoint  what a training run has learnt, on disk: every element once, loaded on any layout
 //! job         which stage runs on which mesh, in which order
 //! wiring      a job as a step: a reshard plan on every edge
 //! runtime     a rank of a job: the engine moves, a thread computes
@@ -15,6 +18,9 @@
 //! What is above the seam (the last three) knows no model; what is below knows no network.
 
 pub mod chain;
+pub mod checkpoint;
+pub mod config;
+pub mod data;
 pub mod group;
 pub mod job;
 pub mod kernels;

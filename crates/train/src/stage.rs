@@ -1,11 +1,12 @@
 //! The seam: a pipeline stage as a runtime sees it.
 //!
-//! A runtime knows passes, buffers and layouts; a stage knows a model. Between them are four calls for every microbatch:
+//! A runtime knows passes, buffers and layouts; a stage knows a model. Between them are these calls for every microbatch:
 //!
 //! ```text
 //!              forward(mb, params, inputs)         -> outputs
 //!              backward_input(mb, params, d outputs) -> d inputs          the pass B
 //!              backward_weight(mb, grads += ..)                          the pass W, at any time after B
+//!              evict(mb) -> bytes, load(mb, bytes)                       where memory is kept elsewhere between forward and B
 //! ```
 //!
 //! Inputs and outputs are [`Port`]s: tensors with names and layouts over the stage's mesh. [`connect`] finds out which output feeds
@@ -152,6 +153,13 @@ pub trait Stage: Send {
         ready: &mut dyn FnMut(&mut Self::Buf, Range<usize>),
     ) -> Result<(), StageError>;
 
+    /// Evict: puts what it remembers of a microbatch into bytes, [`ActivationBytes::after_forward`] of them, and forgets all but that they
+    /// are elsewhere.
+    fn evict(&mut self, id: MicrobatchId) -> Result<Vec<u8>, StageError>;
+
+    /// Remembers a microbatch again, from the same bytes. More may follow behind them.
+    fn load(&mut self, id: MicrobatchId, bytes: &[u8]) -> Result<(), StageError>;
+
     /// Forgets a microbatch, whatever passes it has still to make.
     fn forget(&mut self, id: MicrobatchId);
 
@@ -166,6 +174,8 @@ pub trait Stage: Send {
 pub enum StageError {
     #[error("{id} has not been {wanted}, so there is nothing to {pass}")]
     NotThere { id: MicrobatchId, wanted: &'static str, pass: &'static str },
+    #[error("{given} bytes do not hold what was evicted of {id}")]
+    Evicted { id: MicrobatchId, given: usize },
     #[error("{id} was passed forward twice")]
     Twice { id: MicrobatchId },
     #[error("{given} {what} for {wanted} ports")]

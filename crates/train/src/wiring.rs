@@ -8,6 +8,8 @@
 //!                   stage 2     '-> inputs: s       the same ranks: handed over in memory
 //! ```
 //!
+//! Where the schedule evicts, what a stage remembers of a microbatch crosses as well, as bytes, to the mesh that keeps it and back.
+//!
 //! Every rank works the wiring out for itself, and all come to the same.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,7 +20,8 @@ use crossmesh_core::layout::Layout;
 use crossmesh_core::program::Program;
 use crossmesh_core::reshard::{Placed, Plan, Problem, Reshard, lower, plan};
 use crossmesh_core::schedule::Edge as StageEdge;
-use crossmesh_core::step::{Crossing, Step, StepProgram, lower_step};
+use crossmesh_core::schedule::PassKind;
+use crossmesh_core::step::{Carries, Crossing, Step, StepProgram, lower_step};
 
 use crate::chain::{Model, Outline, Setup};
 use crate::job::{Job, JobError};
@@ -55,6 +58,14 @@ pub struct Exchange {
     pub ways: Vec<(usize, StageId, StageId)>,
 }
 
+/// How what a stage remembers of a microbatch gets to its keeper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kept {
+    pub crossing: usize,
+    /// Of every rank's part.
+    pub bytes: usize,
+}
+
 /// See the module.
 #[derive(Debug, Clone)]
 pub struct Wiring {
@@ -66,6 +77,8 @@ pub struct Wiring {
     /// By stage, in the order of its ports.
     pub inputs: Vec<Vec<End>>,
     pub outputs: Vec<Vec<End>>,
+    /// Of every stage that evicts.
+    pub kept: BTreeMap<StageId, Kept>,
     pub tied: Vec<Tied>,
     pub exchange: Option<Exchange>,
 }
@@ -93,7 +106,8 @@ impl Wiring {
         let ports: Vec<(&[Port], &[Port])> =
             outlines.iter().map(|o| (&o.inputs[..], &o.outputs[..])).collect();
         let edges = connect(&ports)?;
-        let (crossings, ends) = crossings(job, &edges, &outlines)?;
+        let (mut crossings, ends) = crossings(job, &edges, &outlines)?;
+        let kept = memories(model, job, &mut crossings)?;
         let step = Step {
             schedule: job.schedule.clone().with_updates()?,
             cluster: job.cluster.clone(),
@@ -108,7 +122,7 @@ impl Wiring {
         let exchange = exchange(job, &outlines, &tied)?;
         let inputs = port_ends(&outlines, &edges, &ends, Side::Input);
         let outputs = port_ends(&outlines, &edges, &ends, Side::Output);
-        Ok(Self { step, lowered, outlines, edges, inputs, outputs, tied, exchange })
+        Ok(Self { step, lowered, outlines, edges, inputs, outputs, kept, tied, exchange })
     }
 
     /// The stages of a device, in model order.
@@ -163,6 +177,13 @@ fn crossings(job: &Job, edges: &[Edge], outlines: &[Outline]) -> Result<(Vec<Cro
     }
     let mut crossings = vec![];
     for ((from, to), crossed) in between {
+        if job.signal {
+            for edge in crossed {
+                ends[edge] = End::Crossing { crossing: crossings.len(), tensor: 0 };
+            }
+            crossings.push(signal(job, StageEdge { from: StageId::at(from), to: StageId::at(to) })?);
+            continue;
+        }
         let layouts = |i: &usize| {
             let (e, outline) = (&edges[*i], outlines);
             (&outline[from].outputs[e.output].layout, &outline[to].inputs[e.input].layout)
@@ -180,6 +201,7 @@ fn crossings(job: &Job, edges: &[Edge], outlines: &[Outline]) -> Result<(Vec<Cro
         crossings.push(Crossing {
             name: names.join(", "),
             edge,
+            carries: Carries::Tensors,
             forward: planned(job, there.collect())?,
             backward: planned(job, back.collect())?,
             made: 1.0,
@@ -187,6 +209,67 @@ fn crossings(job: &Job, edges: &[Edge], outlines: &[Outline]) -> Result<(Vec<Cro
         });
     }
     Ok((crossings, ends))
+}
+
+/// Adds a crossing for the memory of every stage that evicts: as many bytes of each of its ranks as the most that one of them
+/// remembers, dealt out over the ranks of the keeper.
+fn memories<K: Kernels>(
+    model: &dyn Model<K>,
+    job: &Job,
+    crossings: &mut Vec<Crossing>,
+) -> Result<BTreeMap<StageId, Kept>, JobError> {
+    let (schedule, placement) = (&job.schedule, job.schedule.placement());
+    let evicted = schedule.devices().iter().flatten().filter(|p| p.kind == PassKind::Evict);
+    let mut kept = BTreeMap::new();
+    for from in evicted.map(|pass| pass.stage).collect::<BTreeSet<StageId>>() {
+        let keeper = schedule.keeper(placement.device(from));
+        let to = keeper.and_then(|device| placement.stages_on(device).first().copied());
+        let to = to.ok_or(JobError::NoKeeper { stage: from })?;
+        let (ranks, units) = (job.team_of(from).ranks.len(), &job.stages[from.index()]);
+        let mut bytes = 1;
+        for position in (0..ranks).filter(|_| !job.signal) {
+            let outline = Outline::new(model, units.clone(), &setup(job, from, position)?)?;
+            bytes = bytes.max(outline.activations.after_forward);
+        }
+        let name = format!("memory of {from}");
+        let layout = |stage| dealt_out(job, stage, bytes * ranks as u64);
+        let (src, dst) = (layout(from), layout(to));
+        kept.insert(from, Kept { crossing: crossings.len(), bytes: bytes as usize });
+        crossings.push(Crossing {
+            edge: StageEdge { from, to },
+            carries: Carries::Memory,
+            forward: planned(job, vec![reshard(job, &name, (&src, &dst), (from, to))])?,
+            backward: planned(job, vec![reshard(job, &name, (&dst, &src), (to, from))])?,
+            name,
+            made: 1.0,
+            needed: 0.0,
+        });
+    }
+    Ok(kept)
+}
+
+/// Bytes, in equal parts over all ranks of a stage's mesh.
+fn dealt_out(job: &Job, stage: StageId, bytes: u64) -> Layout {
+    let mesh = &job.team_of(stage).mesh;
+    let axes: Vec<&str> = mesh.axes().iter().map(|a| a.name.as_str()).collect();
+    format!("u8[{bytes}]@{mesh}({})", axes.join("+")).parse().expect("bytes over all axes are a layout")
+}
+
+/// A crossing that only says that the pass before it is over.
+fn signal(job: &Job, edge: StageEdge) -> Result<Crossing, JobError> {
+    let byte = |stage| -> Layout {
+        format!("u8[1]@{}(_)", job.team_of(stage).mesh).parse().expect("one byte for every rank is a layout")
+    };
+    let (from, to) = (byte(edge.from), byte(edge.to));
+    Ok(Crossing {
+        name: "signal".into(),
+        edge,
+        carries: Carries::Tensors,
+        forward: planned(job, vec![reshard(job, "signal", (&from, &to), (edge.from, edge.to))])?,
+        backward: planned(job, vec![reshard(job, "signal", (&to, &from), (edge.to, edge.from))])?,
+        made: 1.0,
+        needed: 0.0,
+    })
 }
 
 fn reshard(job: &Job, name: &str, (src, dst): (&Layout, &Layout), (from, to): (StageId, StageId)) -> Reshard {

@@ -57,6 +57,28 @@ fn ranks_hold_what_the_checker_says() {
     }
 }
 
+/// Of BPipe, early stages hold no more than the limit; what the last one keeps for the first lies in buffers of the crossing.
+#[test]
+fn evicting_ranks_hold_what_the_checker_says() {
+    let kind = Kind::Gpt(GptConfig { layers: 6, ..gpt_config(true, 0.1) });
+    let meshes = ["A{tp:2}", "B{dp:2}", "C{tp:2}", "D{dp:2}"];
+    for recompute in [Recompute::Nothing, Recompute::Attention, Recompute::Everything] {
+        let case = Case { kind: kind.clone(), recompute, microbatches: 8, ..Case::gpt("bpipe", &meshes) };
+        let plain = Case { schedule: "1f1b", ..case.clone() };
+        let (job, plain_job) = (case.job::<f64>(adamw()), plain.job::<f64>(adamw()));
+        let outcome = run::<f64>(&case, adamw(), 2);
+        for (rank, records) in outcome.records.iter().enumerate() {
+            let (device, position) = (rank / 2, rank % 2);
+            let alone = promised(&plain_job, &plain, device, position);
+            let wanted = if device == 3 { alone } else { promised(&job, &case, device, position) };
+            assert_eq!(device == 0, wanted < alone, "{case:?}: rank {rank} holds {wanted}, or {alone}");
+            for record in records {
+                assert_eq!(record.activation_bytes, wanted, "{case:?}: rank {rank}, step {}", record.step);
+            }
+        }
+    }
+}
+
 #[test]
 fn windows_of_microbatches() {
     let held = |schedule: &'static str| -> Vec<usize> {
@@ -67,6 +89,7 @@ fn windows_of_microbatches() {
     assert_eq!(held("1f1b"), [4, 3, 2, 1]);
     assert_eq!(held("eager-1f1b"), [7, 5, 3, 1]);
     assert_eq!(held("gpipe"), [8, 8, 8, 8]);
+    assert_eq!(held("bpipe"), [3, 3, 2, 1]);
 }
 
 /// What every rank sends in a step, where links are so slow that no byte is sent in vain.
@@ -141,4 +164,44 @@ fn edges_send_their_tensors_once() {
     let extra: Vec<u64> = short.iter().zip(&long).map(|(a, b)| b - a).collect();
     let each = u64::from(case.microbatches) * tensor;
     assert_eq!(extra, [each, each / 2, each / 2]);
+}
+
+/// A byte crosses in place of a tensor, and passes run as ever.
+#[test]
+fn signals_are_a_byte_each() {
+    let case = Case { kind: divisible(4), samples: 2, ..Case::gpt("1f1b", &["A{dp:1}", "B{dp:2}"]) };
+    let model = case.kind.model::<f64>();
+    let records = |microbatches| {
+        let mut job = Case { microbatches, ..case.clone() }.job::<f64>(plain());
+        job.signal = true;
+        in_threads::<f64, StepRecord>(&*model, &job, &case.feed(), |trainer| trainer.step()).unwrap()
+    };
+    let (few, many) = (records(4), records(8));
+    assert!(few.iter().chain(&many).all(|r| r.loss.is_finite()));
+    let extra: u64 = few.iter().zip(&many).map(|(a, b)| b.bytes_sent - a.bytes_sent).sum();
+    // Of every further microbatch, one to each rank of the second stage, and one back.
+    assert_eq!(extra, 4 * 3);
+}
+
+#[test]
+fn evicted_memory_is_a_byte_where_signals_are() {
+    let case = |microbatches| Case {
+        kind: divisible(4),
+        samples: 2,
+        microbatches,
+        ..Case::gpt("bpipe", &["A{dp:1}", "B{dp:1}", "C{dp:1}", "D{dp:1}"])
+    };
+    let records = |microbatches| {
+        let mut job = case(microbatches).job::<f64>(plain());
+        job.signal = true;
+        let moves = job.schedule.devices().iter().flatten().filter(|p| p.kind.is_move()).count() as u64;
+        let model = case(microbatches).kind.model::<f64>();
+        let feed = case(microbatches).feed();
+        let records = in_threads::<f64, StepRecord>(&*model, &job, &feed, |t| t.step()).unwrap();
+        assert!(records.iter().all(|r| r.loss.is_finite()));
+        (records.iter().map(|r| r.bytes_sent).sum::<u64>(), moves)
+    };
+    let ((few, few_moves), (many, many_moves)) = (records(6), records(12));
+    // Of every further microbatch, one over each edge, and one back; and one for every move.
+    assert_eq!(many - few, 6 * 6 + many_moves - few_moves);
 }

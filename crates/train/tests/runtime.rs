@@ -53,6 +53,7 @@ fn every_schedule() {
         "v-min",
         "v-zb",
         "dualpipev",
+        "bpipe",
     ];
     // Deep enough for the eight stages that a search may choose.
     let kind = Kind::Gpt(GptConfig { layers: 6, ..gpt_config(true, 0.1) });
@@ -102,6 +103,23 @@ fn recomputation() {
     for recompute in [Recompute::Attention, Recompute::Everything] {
         for schedule in ["eager-1f1b", "zbv"] {
             compare(&Case { recompute, ..Case::gpt(schedule, &["A{tp:2}", "B{dp:2}"]) });
+        }
+    }
+}
+
+/// BPipe's first stage, of four or more, leaves what it remembers with the last.
+#[test]
+fn evicted_memory_comes_back() {
+    let kind = Kind::Gpt(GptConfig { layers: 6, ..gpt_config(true, 0.1) });
+    let even = ["A{dp:1}", "B{dp:1}", "C{dp:1}", "D{dp:1}"];
+    let wide_keeper = ["A{dp:2}", "B{dp:1}", "C{dp:1}", "D{tp:3}"];
+    let wide_owner = ["A{dp:2,tp:2}", "B{dp:1}", "C{tp:2}", "D{dp:1}"];
+    for meshes in [&even, &wide_keeper, &wide_owner] {
+        for (recompute, overlap) in
+            [(Recompute::Nothing, true), (Recompute::Everything, true), (Recompute::Attention, false)]
+        {
+            let case = Case { recompute, overlap, microbatches: 8, ..Case::gpt("bpipe", meshes) };
+            compare(&Case { kind: kind.clone(), ..case });
         }
     }
 }

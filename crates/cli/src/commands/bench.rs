@@ -19,6 +19,7 @@ use crate::suite::{Case, Fit, Reference, Suite};
 mod collective;
 mod measured;
 pub mod pipeline;
+mod train;
 
 /// Compare strategies over a suite of cases.
 #[derive(Debug, clap::Args)]
@@ -37,6 +38,7 @@ enum What {
     Reshard(ReshardArgs),
     Collective(collective::CollectiveArgs),
     Pipeline(pipeline::PipelineArgs),
+    Train(train::TrainArgs),
 }
 
 /// Strategies over a suite of reshards: measured, with the prediction beside it, or only predicted.
@@ -146,6 +148,7 @@ pub fn run(args: &Args) -> Result<Answer> {
         What::Reshard(args) => args,
         What::Collective(args) => return collective::run(args),
         What::Pipeline(args) => return pipeline::run(args),
+        What::Train(args) => return train::run(args),
     };
     let suite = Suite::open(&args.suite)?;
     let bench = Bench::of(args)?;

@@ -4,12 +4,14 @@
 //!
 //! ```text
 //! {"round":1}                      the first rank: everybody was ready, a run begins
+//! {"step":{"rank":3,...}}          training: a step is done
 //! {"report":{"rank":3,...}}        all runs are over
 //! {"abort":{"culprit":2,...}}      the run failed, and why; the same is said on stderr
 //! ```
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -24,12 +26,13 @@ use crate::Answer;
 use crate::output;
 use crate::part::{Ending, Part, Summary, log, patience, write_record};
 use crate::task::Task;
+use crate::training::note::StepNote;
 
-/// Run one rank of a plan or a step; `crossmesh run` and `crossmesh bench` start these.
+/// Run one rank of a plan, a step or training; `crossmesh run`, `bench` and `train` start these.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The plan document
-    #[arg(long, value_name = "FILE", required_unless_present_any = ["step", "sweep"])]
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["step", "sweep", "train"])]
     plan: Option<PathBuf>,
     /// The document of a training step
     #[arg(long, value_name = "FILE", conflicts_with = "plan")]
@@ -37,6 +40,9 @@ pub struct Args {
     /// The document of a sweep of collectives
     #[arg(long, value_name = "FILE", conflicts_with_all = ["plan", "step"])]
     sweep: Option<PathBuf>,
+    /// The document of a training job
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["plan", "step", "sweep"])]
+    train: Option<PathBuf>,
     #[arg(long, default_value_t = 1)]
     repeat: u32,
     /// How long nothing may move
@@ -55,6 +61,7 @@ pub struct Args {
 #[serde(rename_all = "snake_case")]
 pub enum Said {
     Round(u32),
+    Step(StepNote),
     Report(Summary),
     Abort(Abort),
 }
@@ -73,7 +80,10 @@ pub fn run(args: &Args) -> Result<Answer> {
     let variables = variables();
     let place = place(&Flags::default(), &variables)?;
     let secret = Secret::from_variables(&variables)?.context("no secret was given to this rank")?;
-    let task = Task::read(args.plan.as_deref(), args.step.as_deref(), args.sweep.as_deref())?;
+    let task = match &args.train {
+        Some(path) => Task::read_training(path, Arc::new(|note| say(&Said::Step(note))))?,
+        None => Task::read(args.plan.as_deref(), args.step.as_deref(), args.sweep.as_deref())?,
+    };
     let arrive = Deadline::after(Duration::from_millis(args.arrive_ms));
     let ending = Ending::new(|abort| say(&Said::Abort(abort.clone())));
     let roster: BTreeSet<Rank> = task.ranks().into_iter().collect();

@@ -229,7 +229,7 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
         over_predicted: finite(output::ratio(median_s, prediction.seconds())),
         verified: measured.verified(),
         peak_extra_bytes: prediction.peak_extra_bytes(),
-        peak_rss_bytes: measured.peak_rss_bytes,
+        peak_rss_bytes: measured.peak_rss_bytes(),
         memory: {
             let mut memory: Vec<RankMemory> = measured.memory.into_iter().map(RankMemory::of).collect();
             memory.sort_by_key(|m| m.rank);

@@ -194,6 +194,7 @@ fn crossings(case: &Case, series: Series, scale: &Scale) -> Result<Vec<CrossingD
             dst: layout(&c.dst).with_context(name)?,
             made: c.made,
             needed: c.needed,
+            memory: false,
         })
     };
     case.crossings.iter().map(crossing).collect()

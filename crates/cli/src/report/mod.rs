@@ -11,6 +11,7 @@ pub mod pipeline;
 pub mod plan;
 pub mod schedule;
 pub mod timeline;
+pub mod train;
 
 const STYLE: &str = include_str!("style.css");
 

@@ -38,15 +38,15 @@ fn render_case(case: &CaseResult) -> String {
         format!("<h2>{}</h2>\n<p class=\"note\">{}</p>\n", escape(&case.name), escape(&case.about));
     html += &figures(case);
     let _ = writeln!(html, "<div class=\"panel\">\n{}</div>", bars(case));
-    html += "<p class=\"note\">Predicted timelines: a row per device, F dark, B and W lighter, the bubble left white; below \
-             it what was under way between stages, activations and gradients.</p>\n";
+    html += "<p class=\"note\">Timelines, predicted above measured: a row per device, F dark, B and W lighter, the bubble left \
+             white; below it what was under way between stages, activations and gradients.</p>\n";
     for series in &case.series {
         let _ = writeln!(
             html,
             "<h3>{}</h3>\n<p class=\"note\">{}</p>\n<div class=\"panel\">\n{}</div>",
             escape(series.series),
             escape(series.about),
-            timeline(&series.timeline)
+            timelines(series)
         );
     }
     html
@@ -121,8 +121,18 @@ fn colour(kind: &str) -> &'static str {
     }
 }
 
-fn timeline(timeline: &Timeline) -> String {
-    let end = timeline.step_s.max(1e-12);
+/// Both on one scale, so that what differs is to be seen.
+fn timelines(series: &SeriesResult) -> String {
+    let measured_s = series.measured.as_ref().map_or(0.0, |m| m.step_s);
+    let end = series.timeline.step_s.max(measured_s).max(1e-12);
+    let named = |what: &str, t: &Timeline| {
+        format!("<p class=\"note\">{what}: {}</p>\n{}", Seconds(t.step_s), timeline(t, end))
+    };
+    let measured = series.measured.as_ref().map(|m| named("measured, the last run", m));
+    named("predicted", &series.timeline) + &measured.unwrap_or_default()
+}
+
+fn timeline(timeline: &Timeline, end: f64) -> String {
     let x = |seconds: f64| LEFT + (WIDTH - LEFT - 10.0) * seconds / end;
     let height = ROW * timeline.devices.len() as f64 + LANE * timeline.crossings.len() as f64 + 26.0;
     let mut svg = format!(

@@ -13,9 +13,9 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
-use super::{Direction, Step, StepError};
+use super::{Carries, Direction, Step, StepError};
 use crate::id::{DeviceId, MicrobatchId};
-use crate::schedule::{Pass, Via};
+use crate::schedule::{Pass, PassKind, Via};
 
 /// What happens next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -139,22 +139,20 @@ impl Play<'_> {
         self.next[device.index()] += 1;
         self.busy_until[device.index()] = end;
         self.ends_ns[schedule.node(pass).expect("it is of this schedule") as usize] = Some(end);
-        self.making[device.index()] = self.offers_of(pass, device);
+        self.making[device.index()] = self.offers_of(pass);
         self.events.push(Reverse(end));
         self.order.push(Item::Pass(pass));
         true
     }
 
-    fn offers_of(&self, pass: Pass, from: DeviceId) -> Vec<Offer> {
-        let step = self.step;
-        let (routes, placement) = (step.schedule.routes(), step.schedule.placement());
-        let carried = step.crossings_from(pass).filter(|(crossing, _)| {
-            let edge = step.crossings[*crossing].edge;
-            routes.visits(pass.microbatch, edge.from) && routes.visits(pass.microbatch, edge.to)
-        });
+    /// What a pass makes; or asks for, if it loads what is kept elsewhere.
+    fn offers_of(&self, pass: Pass) -> Vec<Offer> {
+        let (step, placement) = (self.step, self.step.schedule.placement());
+        let carried = step.crossings_from(pass).filter(|(c, _)| step.crosses(*c, pass.microbatch));
         let offer = |(crossing, direction): (usize, Direction)| {
             let edge = step.crossings[crossing].edge;
-            let to = placement.device(if direction == Direction::Forward { edge.to } else { edge.from });
+            let (from, to) = (placement.device(edge.from), placement.device(edge.to));
+            let (from, to) = if direction == Direction::Forward { (from, to) } else { (to, from) };
             Offer { crossing, direction, microbatch: pass.microbatch, from, to }
         };
         carried.map(offer).collect()
@@ -167,15 +165,19 @@ impl Play<'_> {
         schedule.each_need(pass, |need| {
             let node = schedule.node(need.pass);
             all &= node.is_none_or(|n| self.ends_ns[n as usize].is_some_and(|end| end <= self.now_ns));
-            let direction = match need.via {
-                Via::Activation(edge) => Some((edge, Direction::Forward)),
-                Via::Gradient(edge) => Some((edge, Direction::Backward)),
-                Via::Own | Via::Vocabulary => None,
+            let (carries, direction) = match need.via {
+                Via::Activation(_) => (Carries::Tensors, Direction::Forward),
+                Via::Gradient(_) => (Carries::Tensors, Direction::Backward),
+                Via::Own if need.pass.kind == PassKind::Load => (Carries::Memory, Direction::Backward),
+                Via::Own | Via::Vocabulary => return,
             };
-            let Some((edge, direction)) = direction else { return };
-            let crossings = self.step.crossings.iter().enumerate().filter(|(_, c)| c.edge == edge);
-            for (crossing, _) in crossings {
-                all &= self.crossed.contains(&(crossing, direction, pass.microbatch));
+            for (crossing, c) in self.step.crossings.iter().enumerate().filter(|(_, c)| c.carries == carries)
+            {
+                let brings = match need.via {
+                    Via::Activation(edge) | Via::Gradient(edge) => c.edge == edge,
+                    Via::Own | Via::Vocabulary => c.edge.from == pass.stage,
+                };
+                all &= !brings || self.crossed.contains(&(crossing, direction, pass.microbatch));
             }
         });
         all

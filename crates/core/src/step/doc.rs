@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Crossing, PassTimes, Step, StepError};
+use super::{Carries, Crossing, PassTimes, Step, StepError};
 use crate::id::{DeviceId, Rank, StageId};
 use crate::layout::Layout;
 use crate::reshard::doc::{ClusterDoc, PlanDocError};
@@ -66,6 +66,9 @@ pub struct CrossingDoc {
     pub made: f64,
     #[serde(default)]
     pub needed: f64,
+    /// Whether it is what a stage remembers of a microbatch, which the other one's device keeps.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub memory: bool,
 }
 
 fn one() -> f64 {
@@ -137,6 +140,7 @@ impl StepDoc {
                 edge: Edge { from: StageId(c.from), to: StageId(c.to) },
                 forward: reshard(src.clone(), dst.clone()).map_err(refused)?,
                 backward: reshard(dst, src).map_err(refused)?,
+                carries: if c.memory { Carries::Memory } else { Carries::Tensors },
                 made: c.made,
                 needed: c.needed,
             })

@@ -12,9 +12,11 @@ pub enum StepError {
     #[error("{rank} is on device {} and on device {}\nhint: devices are meshes without a rank in common", first.0, second.0)]
     RankTwice { rank: Rank, first: DeviceId, second: DeviceId },
     #[error(
-        "{pass} only moves or is part of a shared vocabulary: a step cannot run it yet\nhint: use a schedule of F, B, W and BW passes"
+        "{pass} moves to the host or is part of a shared vocabulary: a step cannot run it yet\nhint: use a schedule of F, B, W, BW, EVICT and LOAD passes"
     )]
     Unsupported { pass: Pass },
+    #[error("{pass} sends away what stage {} remembers, and nothing carries it\nhint: give the stage a crossing of its memory", pass.stage.0)]
+    NothingKeeps { pass: Pass },
     #[error("crossing `{name}` is between stages {} and {}, the schedule has no such edge", edge.from.0, edge.to.0)]
     NoSuchEdge { name: String, edge: Edge },
     #[error("nothing crosses from stage {} to stage {}, which are on different devices\nhint: give the edge a tensor", from.0, to.0)]

@@ -7,18 +7,19 @@
 //! Where communication blocks, every rank does one thing after the other, in one order over all of them ([`super::blocking`]),
 //! as workers do that are sent a list of instructions each.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rustc_hash::FxHashMap;
 
 use super::blocking::{Item, blocking_order};
 use super::error::StepError;
 use super::order::runnable_order;
-use super::{Crossing, Direction, Step};
+use super::slots::Slots;
+use super::{Carries, Crossing, Direction, Step};
 use crate::id::{DeviceId, MicrobatchId, Rank, RegionId, StageId};
 use crate::program::{Buffer, Dep, DepKind, Op, OpKind, Program, RankProgram};
 use crate::reshard::lower;
-use crate::schedule::{Pass, PassKind, Schedule};
+use crate::schedule::{Edge, Pass, PassKind, Schedule};
 use crate::verify::{Law, verify_program};
 
 /// A part of a pass; `OpKind::Compute { pass, .. }` is an index into [`StepProgram::parts`].
@@ -38,6 +39,8 @@ pub struct Instance {
     pub microbatch: MicrobatchId,
     /// Which of the crossing's buffers it uses.
     pub buffer: u32,
+    /// Of a stage's memory: the slot in which its keeper has it.
+    pub slot: Option<u32>,
     /// The ranks with a part in it, and where their ops of it are.
     pub ops: Vec<(Rank, std::ops::Range<u32>)>,
 }
@@ -50,8 +53,26 @@ pub struct StepProgram {
     pub instances: Vec<Instance>,
     /// How many buffers every crossing has, forwards and backwards.
     pub buffers: Vec<[u32; 2]>,
+    /// How many slots the keeper of what a crossing carries has; 0 of crossings that carry tensors.
+    pub slots: Vec<u32>,
     /// The programs of the plans, which the instances are copies of, forwards and backwards.
     pub lowered: Vec<[Program; 2]>,
+}
+
+impl StepProgram {
+    /// How many buffers of a crossing a rank has, in one direction. A keeper's are the same in both.
+    pub fn buffers_on(&self, step: &Step, crossing: usize, direction: Direction, rank: Rank) -> u32 {
+        match step.keeps(crossing, rank) {
+            true => self.slots[crossing],
+            false => self.buffers[crossing][direction as usize],
+        }
+    }
+
+    /// Which of those an instance uses.
+    pub fn buffer_on(&self, step: &Step, instance: &Instance, rank: Rank) -> u32 {
+        let keeps = step.keeps(instance.crossing as usize, rank);
+        instance.slot.filter(|_| keeps).unwrap_or(instance.buffer)
+    }
 }
 
 /// Stands for the instance of ops that are of none, until their number is known: one behind the last.
@@ -108,13 +129,18 @@ fn check(step: &Step) -> Result<(), StepError> {
         }
     }
     step.crossings.iter().try_for_each(|c| check_crossing(step, c, &home))?;
-    check_chain(step)
+    check_chain(step)?;
+    check_keepers(step)
 }
 
 fn check_crossing(step: &Step, c: &Crossing, home: &BTreeMap<Rank, DeviceId>) -> Result<(), StepError> {
     let placement = step.schedule.placement();
     let known = |stage: StageId| stage.index() < placement.num_stages();
-    if !known(c.edge.from) || !known(c.edge.to) || c.edge.from >= c.edge.to {
+    let apart = |edge: Edge| match c.carries {
+        Carries::Tensors => edge.from < edge.to,
+        Carries::Memory => placement.device(edge.from) != placement.device(edge.to),
+    };
+    if !known(c.edge.from) || !known(c.edge.to) || !apart(c.edge) {
         return Err(StepError::NoSuchEdge { name: c.name.clone(), edge: c.edge });
     }
     for (direction, from, to) in
@@ -137,7 +163,8 @@ fn check_crossing(step: &Step, c: &Crossing, home: &BTreeMap<Rank, DeviceId>) ->
 fn check_chain(step: &Step) -> Result<(), StepError> {
     let placement = step.schedule.placement();
     for (from, to) in placement.stages().zip(placement.stages().skip(1)) {
-        let crossed = step.crossings.iter().any(|c| (c.edge.from, c.edge.to) == (from, to));
+        let mut tensors = step.crossings.iter().filter(|c| c.carries == Carries::Tensors);
+        let crossed = tensors.any(|c| (c.edge.from, c.edge.to) == (from, to));
         if placement.device(from) != placement.device(to) && !crossed {
             return Err(StepError::NothingCrosses { from, to });
         }
@@ -145,8 +172,24 @@ fn check_chain(step: &Step) -> Result<(), StepError> {
     Ok(())
 }
 
-/// As many as the stages at its ends keep, and a few to spare.
+/// What is evicted has to get somewhere.
+fn check_keepers(step: &Step) -> Result<(), StepError> {
+    let memories = step.crossings.iter().filter(|c| c.carries == Carries::Memory);
+    let kept: BTreeSet<StageId> = memories.map(|c| c.edge.from).collect();
+    let mut evicted = step.schedule.devices().iter().flatten().filter(|p| p.kind == PassKind::Evict);
+    match evicted.find(|pass| !kept.contains(&pass.stage)) {
+        Some(&pass) => Err(StepError::NothingKeeps { pass }),
+        None => Ok(()),
+    }
+}
+
+/// As many as the stages at its ends keep, and a few to spare. Memory that comes and goes only passes through them.
 fn num_buffers(step: &Step, crossing: &Crossing, spare: u32) -> u32 {
+    if crossing.carries == Carries::Memory {
+        let passes = step.schedule.devices().iter().flatten();
+        let evicted = passes.filter(|p| (p.kind, p.stage) == (PassKind::Evict, crossing.edge.from));
+        return (evicted.count() as u32).min(spare);
+    }
     let kept = kept(&step.schedule, crossing.edge.from).max(kept(&step.schedule, crossing.edge.to));
     (kept + spare).min(step.schedule.num_microbatches())
 }
@@ -244,6 +287,10 @@ struct Builder<'a> {
     /// By stage: the crossings that start there, and those that end there.
     starting: Vec<Vec<usize>>,
     ending: Vec<Vec<usize>>,
+    /// By stage: the crossings of its memory.
+    memories: Vec<Vec<usize>>,
+    /// By crossing.
+    slots: Vec<Slots>,
     /// By stage, forwards and backwards: where its passes are cut.
     cuts: Vec<[Vec<f64>; 2]>,
     /// Where a crossing's staging buffers are on a rank, for each turn.
@@ -263,14 +310,22 @@ impl<'a> Builder<'a> {
         let num_ranks = step.cluster.num_devices();
         let stages = step.schedule.placement().num_stages();
         let (mut starting, mut ending) = (vec![vec![]; stages], vec![vec![]; stages]);
+        let mut memories = vec![vec![]; stages];
         for (i, c) in step.crossings.iter().enumerate() {
-            starting[c.edge.from.index()].push(i);
-            ending[c.edge.to.index()].push(i);
+            match c.carries {
+                Carries::Memory => memories[c.edge.from.index()].push(i),
+                Carries::Tensors => {
+                    starting[c.edge.from.index()].push(i);
+                    ending[c.edge.to.index()].push(i);
+                }
+            }
         }
         Self {
             cuts: cuts(step, &starting, &ending),
             starting,
             ending,
+            memories,
+            slots: step.crossings.iter().map(|_| Slots::default()).collect(),
             step,
             lowered,
             buffers,
@@ -315,23 +370,17 @@ impl<'a> Builder<'a> {
             parts: self.parts,
             instances: self.instances,
             buffers: self.buffers,
+            slots: self.slots.iter().map(Slots::len).collect(),
             lowered: self.lowered.to_vec(),
         })
     }
 
     fn cross_all(&mut self, crossings: Vec<(usize, Direction)>, pass: Pass) {
         for (crossing, direction) in crossings {
-            if self.carries(crossing, pass) {
+            if self.step.crosses(crossing, pass.microbatch) {
                 self.cross(crossing, direction, pass.microbatch);
             }
         }
-    }
-
-    /// Whether the microbatch of a pass visits both ends of a crossing.
-    fn carries(&self, crossing: usize, pass: Pass) -> bool {
-        let routes = self.step.schedule.routes();
-        let edge = self.step.crossings[crossing].edge;
-        routes.visits(pass.microbatch, edge.from) && routes.visits(pass.microbatch, edge.to)
     }
 
     /// Where a pass is cut: at 0, at 1, and wherever tensors are made or needed on the way.
@@ -343,11 +392,14 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// The crossings that carry what a pass makes.
+    /// The crossings that carry what a pass makes, or that it asks for.
     fn crossings_from(&self, pass: Pass) -> Vec<(usize, Direction)> {
+        let stage = pass.stage.index();
         match pass.kind {
-            PassKind::F => forwards(&self.starting[pass.stage.index()]),
-            PassKind::B | PassKind::BW => backwards(&self.ending[pass.stage.index()]),
+            PassKind::F => forwards(&self.starting[stage]),
+            PassKind::B | PassKind::BW => backwards(&self.ending[stage]),
+            PassKind::Evict => forwards(&self.memories[stage]),
+            PassKind::Load => backwards(&self.memories[stage]),
             _ => vec![],
         }
     }
@@ -356,7 +408,11 @@ impl<'a> Builder<'a> {
     fn crossings_into(&self, pass: Pass) -> Vec<(usize, Direction)> {
         match pass.kind {
             PassKind::F => forwards(&self.ending[pass.stage.index()]),
-            PassKind::B | PassKind::BW => backwards(&self.starting[pass.stage.index()]),
+            PassKind::B | PassKind::BW => {
+                let mut into = backwards(&self.starting[pass.stage.index()]);
+                into.extend(backwards(&self.memories[pass.stage.index()]));
+                into
+            }
             _ => vec![],
         }
     }
@@ -454,14 +510,20 @@ impl<'a> Builder<'a> {
         let count = self.produced[crossing][direction as usize].len() as u32;
         let id = self.instances.len() as u32;
         let buffer = count % self.buffers[crossing][direction as usize];
-        let mut instance = Instance { crossing: crossing as u32, direction, microbatch, buffer, ops: vec![] };
+        let (slot, before) = self.slot(crossing, direction, microbatch);
+        let mut instance =
+            Instance { crossing: crossing as u32, direction, microbatch, buffer, slot, ops: vec![] };
         if !self.step.overlap && self.step.lockstep {
             self.cross_together(crossing);
         }
         let mut ends = BTreeMap::new();
         for (rank, ranked) in (0..).map(Rank).zip(&plan.ranks).filter(|(_, r)| !r.ops.is_empty()) {
             let first = self.ranks[rank.index()].ops.len() as u32;
-            let copied = self.copy_ops(rank, ranked, id, (crossing, direction, count), microbatch, old);
+            let room = match self.step.keeps(crossing, rank) {
+                true => self.room_in_slot(crossing, before, rank),
+                false => self.room(crossing, direction, microbatch, rank, old),
+            };
+            let copied = self.copy_ops(rank, ranked, id, (crossing, direction, count), microbatch, room);
             instance.ops.push((rank, first..first + ranked.ops.len() as u32));
             ends.insert(rank, copied);
         }
@@ -517,7 +579,7 @@ impl<'a> Builder<'a> {
         instance: u32,
         (crossing, direction, count): (usize, Direction, u32),
         microbatch: MicrobatchId,
-        old: Option<u32>,
+        (room, freed_by): (Vec<u32>, Option<Pass>),
     ) -> Ends {
         let base = self.ranks[rank.index()].ops.len() as u32;
         let lane = self.next_lane[crossing][direction as usize];
@@ -538,17 +600,15 @@ impl<'a> Builder<'a> {
             let (from, into) = buffers_of(op);
             let moves = op.bytes > 0;
             if from == Some(Buffer::Src) && moves {
-                deps.extend(made.map(done));
+                deps.extend(made.iter().copied().map(done));
             }
             if into.is_some_and(|b| matches!(b, Buffer::Stage(_))) {
                 deps.extend(last_users.iter().copied().map(done));
             }
             let here = self.ranks[rank.index()].ops.len() as u32;
             if into == Some(Buffer::Dst) && moves {
-                deps.extend(self.readers_of(old, rank).map(done));
-                if let Some(old) = old {
-                    self.after_pass.push((rank, here, self.frees(old)));
-                }
+                deps.extend(room.iter().copied().map(done));
+                self.after_pass.extend(freed_by.map(|pass| (rank, here, pass)));
                 ends.arrive.push(here);
             }
             if !self.step.overlap {
@@ -571,28 +631,91 @@ impl<'a> Builder<'a> {
         ends
     }
 
-    /// The compute op at whose end a crossing's tensors are made, on a rank that makes them.
-    fn made_by(&self, crossing: usize, direction: Direction, m: MicrobatchId, rank: Rank) -> Option<u32> {
-        let edge = self.step.crossings[crossing].edge;
-        let pass = match direction {
-            Direction::Forward => Pass::new(PassKind::F, edge.from, m),
-            Direction::Backward => self.step.schedule.backward(edge.to, m),
+    /// The ops after which a rank has what it sends: the compute op at whose end a crossing's tensors are made; on a rank that keeps
+    /// a stage's memory, those that brought it.
+    fn made_by(&self, crossing: usize, direction: Direction, m: MicrobatchId, rank: Rank) -> Vec<u32> {
+        let Crossing { edge, carries, .. } = &self.step.crossings[crossing];
+        let pass = match (carries, direction) {
+            (Carries::Tensors, Direction::Forward) => Pass::new(PassKind::F, edge.from, m),
+            (Carries::Tensors, Direction::Backward) => self.step.schedule.backward(edge.to, m),
+            (Carries::Memory, Direction::Forward) => Pass::new(PassKind::Evict, edge.from, m),
+            (Carries::Memory, Direction::Backward) => {
+                let kept = self.ends_of(crossing, Direction::Forward, m, rank);
+                return kept.map(|ends| ends.arrive.clone()).unwrap_or_default();
+            }
         };
-        let first = *self.first_part.get(&(pass, rank))?;
+        let Some(first) = self.first_part.get(&(pass, rank)) else { return vec![] };
         let at = self.step.crossings[crossing].made_at(direction);
         let cuts = self.cuts(pass);
         let part = cuts.iter().position(|cut| *cut >= at).expect("every moment is a cut").saturating_sub(1);
-        Some(first + part as u32)
+        vec![first + part as u32]
+    }
+
+    /// Where a stage's memory is kept, and whose was there before.
+    fn slot(
+        &mut self,
+        crossing: usize,
+        direction: Direction,
+        m: MicrobatchId,
+    ) -> (Option<u32>, Option<MicrobatchId>) {
+        match (self.step.crossings[crossing].carries, direction) {
+            (Carries::Tensors, _) => (None, None),
+            (Carries::Memory, Direction::Backward) => (self.slots[crossing].free(m), None),
+            (Carries::Memory, Direction::Forward) => {
+                let (slot, before) = self.slots[crossing].take(m);
+                (Some(slot), before)
+            }
+        }
+    }
+
+    /// When there is room for what an instance brings to a rank: after these ops, and after this pass, which may be emitted later. What a
+    /// stage asked for does not come before.
+    fn room(
+        &self,
+        crossing: usize,
+        direction: Direction,
+        m: MicrobatchId,
+        rank: Rank,
+        old: Option<u32>,
+    ) -> (Vec<u32>, Option<Pass>) {
+        let mut room: Vec<u32> = self.readers_of(old, rank).collect();
+        let Crossing { edge, carries, .. } = &self.step.crossings[crossing];
+        if (*carries, direction) == (Carries::Memory, Direction::Backward) {
+            room.extend(self.first_part.get(&(Pass::new(PassKind::Load, edge.from, m), rank)));
+        }
+        (room, old.map(|old| self.frees(old)))
+    }
+
+    /// The same in a keeper's slot: when what was there before has been passed on, and has left.
+    fn room_in_slot(
+        &self,
+        crossing: usize,
+        before: Option<MicrobatchId>,
+        rank: Rank,
+    ) -> (Vec<u32>, Option<Pass>) {
+        let Some(m) = before else { return (vec![], None) };
+        let came = self.ends_of(crossing, Direction::Forward, m, rank).map(|ends| &ends.forward);
+        let left = self.ends_of(crossing, Direction::Backward, m, rank).map(|ends| &ends.depart);
+        (came.into_iter().chain(left).flatten().copied().collect(), None)
+    }
+
+    /// A microbatch's ops of a crossing on a rank.
+    fn ends_of(&self, crossing: usize, direction: Direction, m: MicrobatchId, rank: Rank) -> Option<&Ends> {
+        let instance = self.brings.get(&(crossing as u32, direction, m))?;
+        self.ends[*instance as usize].get(&rank)
     }
 
     /// The pass after which nobody needs what an instance brought.
     fn frees(&self, instance: u32) -> Pass {
         let i = &self.instances[instance as usize];
-        let edge = self.step.crossings[i.crossing as usize].edge;
+        let Crossing { edge, carries, .. } = &self.step.crossings[i.crossing as usize];
         let stage = match i.direction {
             Direction::Forward => edge.to,
             Direction::Backward => edge.from,
         };
+        if *carries == Carries::Memory {
+            return self.step.schedule.backward(stage, i.microbatch);
+        }
         let fused = Pass::new(PassKind::BW, stage, i.microbatch);
         if self.step.schedule.has(fused) { fused } else { fused.with_kind(PassKind::W) }
     }

@@ -13,6 +13,14 @@
 //! while something of theirs moves, as in a runtime with blocking calls.
 //!
 //! Every edge has a number of buffers, used in turn; a buffer is filled again when its last reader is done.
+//!
+//! A stage's memory of a microbatch may cross too ([`Carries::Memory`]), to a device that keeps it for a while (BPipe):
+//!
+//! ```text
+//! device 0   | 0F1 | 0EVICT1 | 0F2 | ... | 0LOAD1 | 0F4 | 0BW1 |     it leaves when it is told to, comes back when it is
+//!                           \               / '-------------^          asked for, and a backward waits for it
+//! device 3                   '-> a slot ---'                          computes nothing for it
+//! ```
 
 mod blocking;
 mod coarse;
@@ -21,6 +29,7 @@ mod error;
 mod lower;
 mod order;
 mod report;
+mod slots;
 #[cfg(test)]
 mod tests;
 
@@ -29,7 +38,7 @@ pub use lower::{Instance, Part, StepProgram, lower_step};
 pub use report::{DeviceReport, StepReport};
 
 use crate::cluster::Cluster;
-use crate::id::{DeviceId, Rank};
+use crate::id::{DeviceId, MicrobatchId, Rank};
 use crate::reshard::Plan;
 use crate::schedule::{Edge, Pass, PassKind, Schedule};
 
@@ -43,7 +52,8 @@ pub struct PassTimes {
 }
 
 impl PassTimes {
-    /// How long a pass takes. Passes that only move, and those of a shared vocabulary, have no time here.
+    /// How long a pass takes: of those that move a stage's memory to its keeper and back, no time at all. Those of a shared vocabulary, and
+    /// moves to the host, have none here.
     pub fn of(&self, pass: Pass) -> Option<u64> {
         match pass.kind {
             PassKind::F => Some(self.f_ns),
@@ -51,9 +61,21 @@ impl PassTimes {
             PassKind::W => Some(self.w_ns),
             PassKind::BW => Some(self.b_ns + self.w_ns),
             PassKind::Optimizer => Some(self.optimizer_ns),
-            PassKind::S | PassKind::T | PassKind::Evict | PassKind::Offload | PassKind::Load => None,
+            PassKind::Evict | PassKind::Load => Some(0),
+            PassKind::S | PassKind::T | PassKind::Offload => None,
         }
     }
+}
+
+/// What crosses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Carries {
+    /// Tensors from one stage to another, and their gradients back.
+    #[default]
+    Tensors,
+    /// What a stage remembers of a microbatch: to the device of `edge.to`, which keeps it, when the stage evicts it, and back when it
+    /// loads it. No edge of the model.
+    Memory,
 }
 
 /// Tensors that cross from one stage to another together, and their gradients, which cross back.
@@ -61,6 +83,7 @@ impl PassTimes {
 pub struct Crossing {
     pub name: String,
     pub edge: Edge,
+    pub carries: Carries,
     pub forward: Plan,
     pub backward: Plan,
     /// How far into its forward pass `edge.from` has made the tensors: 1 is its end.
@@ -93,11 +116,30 @@ impl Step {
     /// The crossings that carry what `pass` makes, and whether they carry it forwards.
     fn crossings_from(&self, pass: Pass) -> impl Iterator<Item = (usize, Direction)> {
         let crossings = self.crossings.iter().enumerate();
-        crossings.filter_map(move |(i, c)| match pass.kind {
-            PassKind::F if c.edge.from == pass.stage => Some((i, Direction::Forward)),
-            PassKind::B | PassKind::BW if c.edge.to == pass.stage => Some((i, Direction::Backward)),
-            _ => None,
+        crossings.filter_map(move |(i, c)| {
+            let (starts, ends) = (c.edge.from == pass.stage, c.edge.to == pass.stage);
+            match (c.carries, pass.kind) {
+                (Carries::Tensors, PassKind::F) if starts => Some((i, Direction::Forward)),
+                (Carries::Tensors, PassKind::B | PassKind::BW) if ends => Some((i, Direction::Backward)),
+                (Carries::Memory, PassKind::Evict) if starts => Some((i, Direction::Forward)),
+                (Carries::Memory, PassKind::Load) if starts => Some((i, Direction::Backward)),
+                _ => None,
+            }
         })
+    }
+
+    /// Whether a microbatch visits those stages that a crossing needs it to.
+    fn crosses(&self, crossing: usize, microbatch: MicrobatchId) -> bool {
+        let (routes, c) = (self.schedule.routes(), &self.crossings[crossing]);
+        let ends = c.carries == Carries::Memory || routes.visits(microbatch, c.edge.to);
+        ends && routes.visits(microbatch, c.edge.from)
+    }
+
+    /// Whether a rank keeps what a crossing brings until it is asked for.
+    pub fn keeps(&self, crossing: usize, rank: Rank) -> bool {
+        let Crossing { carries, edge, .. } = &self.crossings[crossing];
+        let keeper = self.schedule.placement().device(edge.to);
+        *carries == Carries::Memory && self.ranks_of(keeper).contains(&rank)
     }
 }
 

@@ -5,7 +5,8 @@ use crate::cluster::Host;
 use crate::id::{MicrobatchId, StageId};
 use crate::reshard::problem::Hosts;
 use crate::reshard::{PlanOptions, Problem, plan};
-use crate::schedule::{Placement, Routes};
+use crate::schedule::memory::peaks;
+use crate::schedule::{Costs, Footprint, Name, Placement, Routes, Spec, generate, time};
 use crate::sim::simulate;
 
 /// `warm(stage)` forwards, then one backward and one forward by turns.
@@ -34,24 +35,9 @@ fn step(schedule: Schedule, bytes: u64, overlap: bool) -> Step {
     let stages = schedule.placement().num_stages();
     let host = Host { nic_out_bytes_per_s: 1000.0, nic_in_bytes_per_s: 1000.0, ..Host::with_devices(1) };
     let cluster = Cluster::of_hosts(vec![host; stages]);
-    let crossing = |from: usize| {
-        let layout = |stage: usize| format!("u8[{bytes}]@S{stage}{{x:1}}={stage}(_)").parse().unwrap();
-        let reshard = |a: usize, b: usize| {
-            let pair = vec![("act".to_string(), layout(a), layout(b))];
-            let problem = Problem::new(pair, Hosts::Described(cluster.clone())).unwrap();
-            plan(&problem, &PlanOptions::default()).unwrap()
-        };
-        Crossing {
-            name: format!("act {from}"),
-            edge: Edge { from: StageId::at(from), to: StageId::at(from + 1) },
-            forward: reshard(from, from + 1),
-            backward: reshard(from + 1, from),
-            made: 1.0,
-            needed: 0.0,
-        }
-    };
+    let edges = (0..stages - 1).map(|from| Edge { from: StageId::at(from), to: StageId::at(from + 1) });
     Step {
-        crossings: (0..stages - 1).map(crossing).collect(),
+        crossings: edges.map(|edge| crossing(&cluster, edge, bytes, Carries::Tensors)).collect(),
         ranks: (0..stages).map(|s| vec![Rank::at(s)]).collect(),
         times: vec![PassTimes { f_ns: SECOND, b_ns: SECOND, w_ns: SECOND, optimizer_ns: 0 }; stages],
         cluster,
@@ -59,6 +45,35 @@ fn step(schedule: Schedule, bytes: u64, overlap: bool) -> Step {
         overlap,
         lockstep: false,
     }
+}
+
+/// A number of bytes from one rank to another, and back.
+fn crossing(cluster: &Cluster, edge: Edge, bytes: u64, carries: Carries) -> Crossing {
+    let layout = |stage: StageId| {
+        let text = format!("u8[{bytes}]@S{0}{{x:1}}={0}(_)", stage.0);
+        text.parse().unwrap()
+    };
+    let reshard = |a: StageId, b: StageId| {
+        let pair = vec![("act".to_string(), layout(a), layout(b))];
+        let problem = Problem::new(pair, Hosts::Described(cluster.clone())).unwrap();
+        plan(&problem, &PlanOptions::default()).unwrap()
+    };
+    let Edge { from, to } = edge;
+    let (forward, backward) = (reshard(from, to), reshard(to, from));
+    Crossing { name: format!("act {from}"), edge, carries, forward, backward, made: 1.0, needed: 0.0 }
+}
+
+/// A step whose early stages leave what they remember with late ones: so many bytes for every microbatch.
+fn evicting(devices: u32, microbatches: u32, bytes: u64, overlap: bool) -> Step {
+    let schedule = generate(Name::BPipe, &Spec::even(devices, microbatches)).unwrap();
+    let mut step = step(schedule, 1, overlap);
+    for device in step.schedule.placement().devices() {
+        if let Some(keeper) = step.schedule.keeper(device) {
+            let edge = Edge { from: StageId(device.0), to: StageId(keeper.0) };
+            step.crossings.push(crossing(&step.cluster, edge, bytes, Carries::Memory));
+        }
+    }
+    step
 }
 
 fn step_s(step: &Step) -> f64 {
@@ -185,4 +200,94 @@ fn ranks_of_a_device_may_begin_together() {
         };
         assert!(ranks.windows(2).all(|pair| starts(&pair[0]) == starts(&pair[1])));
     }
+}
+
+/// The most that a device holds, in the order of its passes as they ran.
+fn held(report: &DeviceReport) -> f64 {
+    let units = |pass: Pass| match pass.kind {
+        PassKind::F | PassKind::Load => 1.0,
+        PassKind::BW | PassKind::Evict => -1.0,
+        _ => 0.0,
+    };
+    let levels = report.passes.iter().scan(0.0, |level, (pass, _)| {
+        *level += units(*pass);
+        Some(*level)
+    });
+    levels.fold(0.0, f64::max)
+}
+
+#[test]
+fn evicting_stages_hold_what_the_checker_says() {
+    for (p, m) in [(4, 4), (4, 8), (5, 15), (6, 12), (7, 9), (8, 16)] {
+        for overlap in [true, false] {
+            let step = evicting(p, m, 100, overlap);
+            let lowered = lower_step(&step).unwrap();
+            let trace = simulate(&lowered.program, &step.cluster).unwrap();
+            let report = StepReport::of(&step, &lowered, &trace);
+            let costs = Costs::even(p as usize, 1.0, 1.0, 1.0, 0.0).unwrap();
+            let timed = time(&step.schedule, &costs).unwrap();
+            let peaks = peaks(&step.schedule, &timed, &Footprint::units(step.schedule.placement()));
+            for (device, peak) in report.devices.iter().zip(peaks).take(p as usize / 2) {
+                assert_eq!(held(device), peak.amount, "p {p} m {m} {:?}", device.device);
+                assert!(held(device) <= f64::from((p + 2).div_ceil(2)));
+            }
+        }
+    }
+}
+
+#[test]
+fn evicted_memory_leaves_is_kept_and_comes_back_in_time() {
+    for (p, m, bytes) in [(4, 8, 100), (4, 8, 3000), (6, 12, 1000), (8, 16, 700), (8, 24, 5000)] {
+        for overlap in [true, false] {
+            let step = evicting(p, m, bytes, overlap);
+            let lowered = lower_step(&step).unwrap();
+            let trace = simulate(&lowered.program, &step.cluster).unwrap();
+            let report = StepReport::of(&step, &lowered, &trace);
+            let ran = |kind, stage: StageId, microbatch| {
+                let wanted = Pass::new(kind, stage, microbatch);
+                report.devices[stage.index()].passes.iter().find(|(pass, _)| *pass == wanted).unwrap().1
+            };
+            // By crossing and slot: when what was there last had left.
+            let mut left = std::collections::BTreeMap::new();
+            let mut moved = 0;
+            for (instance, span) in lowered.instances.iter().zip(&report.crossings) {
+                let Some(slot) = instance.slot else { continue };
+                let (stage, at) =
+                    (step.crossings[instance.crossing as usize].edge.from, (instance.crossing, slot));
+                moved += 1;
+                match instance.direction {
+                    Direction::Forward => {
+                        assert!(span.start_s >= ran(PassKind::Evict, stage, instance.microbatch).end_s);
+                        assert!(left.insert(at, f64::INFINITY).is_none_or(|left: f64| span.start_s >= left));
+                    }
+                    Direction::Backward => {
+                        assert!(span.start_s >= ran(PassKind::Load, stage, instance.microbatch).start_s);
+                        assert!(span.end_s <= ran(PassKind::BW, stage, instance.microbatch).start_s);
+                        assert_eq!(left.insert(at, span.end_s), Some(f64::INFINITY));
+                    }
+                }
+            }
+            let moves = step.schedule.devices().iter().flatten().filter(|p| p.kind.is_move()).count();
+            assert!(moves > 0 && moved == moves, "{moved} of {moves}");
+            assert!(lowered.slots.iter().sum::<u32>() < moves as u32 / 2, "slots are used again");
+        }
+    }
+}
+
+#[test]
+fn small_memories_cost_no_time() {
+    let s = step_s(&evicting(4, 8, 1, true));
+    assert!((33.0..33.1).contains(&s), "{s}");
+    // Edges are a byte here. Beside a message of many bytes they would crawl: links are shared by the bytes of a plan's transfers.
+    let (fine, coarse) = (evicting(8, 16, 1, true), evicting(8, 16, 1, true).coarse().unwrap());
+    let (fine, coarse) = (step_s(&fine), step_s(&coarse));
+    assert!((coarse / fine - 1.0).abs() < 0.02, "{coarse} for {fine}");
+}
+
+#[test]
+fn memory_that_nobody_keeps_is_named() {
+    let mut step = evicting(4, 8, 1, true);
+    step.crossings.retain(|c| c.carries == Carries::Tensors);
+    let error = lower_step(&step).unwrap_err().to_string();
+    assert!(error.starts_with("0EVICT1 sends away what stage 0 remembers"), "{error}");
 }

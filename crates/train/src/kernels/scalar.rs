@@ -28,6 +28,7 @@ pub trait Scalar:
     + SubAssign
     + MulAssign
     + Sum
+    + bytemuck::Pod
     + 'static
 {
     const DTYPE: DType;

@@ -114,6 +114,13 @@ impl<B: Buffer> Saved<B> {
         self.parts.entry(name).or_default()
     }
 
+    /// Calls `f` with everything in it, always in the same order.
+    pub fn each_mut(&mut self, f: &mut dyn FnMut(Item<'_, B>)) {
+        self.bufs.values_mut().for_each(|buf| f(Item::Real(buf)));
+        self.ids.values_mut().for_each(|ids| f(Item::Ids(ids)));
+        self.parts.values_mut().for_each(|part| part.each_mut(f));
+    }
+
     pub fn elements(&self) -> Elements {
         let own = Elements {
             real: self.bufs.values().map(Buffer::len).sum(),
@@ -121,6 +128,13 @@ impl<B: Buffer> Saved<B> {
         };
         self.parts.values().fold(own, |sum, part| sum + part.elements())
     }
+}
+
+/// Something remembered.
+#[derive(Debug)]
+pub enum Item<'a, B> {
+    Real(&'a mut B),
+    Ids(&'a mut Vec<i32>),
 }
 
 /// How much is remembered.

@@ -73,6 +73,11 @@ pub fn add_waited(waited: Duration) {
 }
 
 impl<R> Promise<R> {
+    /// The result, if it is there already; else the promise again.
+    pub fn now(self) -> Result<R, Self> {
+        self.reply.try_recv().map_err(|_| self)
+    }
+
     pub fn wait(self) -> Result<R, EngineGone> {
         let start = Monotonic.now_ns();
         let result = self.reply.recv().map_err(|_| EngineGone);

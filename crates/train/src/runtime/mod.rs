@@ -30,7 +30,7 @@ use crossmesh_comm::transport::Link;
 use crossmesh_core::collective::CollectiveOptions;
 use crossmesh_core::id::{DeviceId, Rank, StageId};
 
-pub use feed::{Column, Feed};
+pub use feed::{Column, Feed, Samples};
 pub use passes::PassFailure;
 pub use threads::in_threads;
 

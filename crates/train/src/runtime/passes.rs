@@ -2,7 +2,8 @@
 //!
 //! The device's thread runs one pass at a time, in the schedule's order; when it may start is the program's business. A pass takes its
 //! inputs from the data set, from the buffers of a crossing, or from a stage of the same rank, runs the stage, and puts its
-//! outputs where the wiring says.
+//! outputs where the wiring says. What a stage remembers of a microbatch leaves with an Evict, and is put back by the backward pass for which a
+//! Load has fetched it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -48,6 +49,8 @@ pub struct Passes<T: Scalar> {
     feed: Arc<dyn Feed>,
     /// What one stage of this rank made for another, by edge.
     here: BTreeMap<(usize, Direction, Id), HostBuf<T>>,
+    /// What stages remember that is kept elsewhere.
+    away: BTreeMap<(StageId, Id), Away>,
     /// The step under way.
     pub step: u64,
     /// This rank's summands of the loss, so far.
@@ -55,6 +58,15 @@ pub struct Passes<T: Scalar> {
     pub waited: Waited,
     /// The most bytes that all stages held at once.
     pub peak_bytes: u64,
+}
+
+/// A microbatch that was evicted.
+#[derive(Debug, Default)]
+struct Away {
+    /// Whether it was asked for: then there is room for it.
+    coming: bool,
+    /// Its bytes, where only a byte crosses in their place.
+    bytes: Vec<u8>,
 }
 
 /// How long a rank stood still inside its passes, in seconds.
@@ -88,6 +100,7 @@ impl<T: Scalar + Element> Passes<T> {
             buffers,
             feed,
             here: BTreeMap::new(),
+            away: BTreeMap::new(),
             step: 0,
             loss: 0.0,
             waited: Waited::default(),
@@ -118,16 +131,54 @@ impl<T: Scalar + Element> Passes<T> {
                 self.backward_weight(stage, microbatch)
             }
             PassKind::Optimizer => self.update_weights(),
-            PassKind::S | PassKind::T | PassKind::Evict | PassKind::Offload | PassKind::Load => {
+            PassKind::Evict => self.evict(stage, microbatch),
+            PassKind::Load => {
+                let away = self.away.get_mut(&(stage, microbatch)).ok_or("it was not evicted")?;
+                away.coming = true;
+                Ok(())
+            }
+            PassKind::S | PassKind::T | PassKind::Offload => {
                 Err(format!("{pass} is not a pass that a stage can make").into())
             }
         }
     }
 
-    /// Counts what is held now.
+    /// Counts what is held now, and what there is room for.
     fn look(&mut self) {
-        let bytes = self.stages.values().map(|stage| stage.chain.live().bytes).sum();
-        self.peak_bytes = self.peak_bytes.max(bytes);
+        let held: u64 = self.stages.values().map(|stage| stage.chain.live().bytes).sum();
+        let coming = self.away.iter().filter(|(_, away)| away.coming);
+        let coming = coming.filter_map(|((stage, _), _)| self.stages.get(stage));
+        let coming: u64 = coming.map(|stage| stage.chain.activation_bytes().after_forward).sum();
+        self.peak_bytes = self.peak_bytes.max(held + coming);
+    }
+
+    fn evict(&mut self, id: StageId, microbatch: Id) -> Result<(), PassFailure> {
+        let kept = *self.wiring.kept.get(&id).ok_or("nobody keeps what it remembers")?;
+        let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
+        let mut bytes = stage.chain.evict(MicrobatchId(microbatch.0))?;
+        let mut away = Away::default();
+        if self.job.signal {
+            away.bytes = std::mem::replace(&mut bytes, vec![1]);
+        }
+        bytes.resize(kept.bytes, 0);
+        let slot = Slot { crossing: kept.crossing, direction: Direction::Forward, tensor: 0, microbatch };
+        self.buffers.write(slot, &bytes);
+        self.away.insert((id, microbatch), away);
+        Ok(())
+    }
+
+    /// Puts back what was evicted, if it was.
+    fn put_back(&mut self, id: StageId, microbatch: Id) -> Result<(), PassFailure> {
+        let Some(Away { mut bytes, .. }) = self.away.remove(&(id, microbatch)) else { return Ok(()) };
+        if !self.job.signal {
+            let kept = *self.wiring.kept.get(&id).ok_or("nobody keeps what it remembers")?;
+            bytes.resize(kept.bytes, 0);
+            let slot =
+                Slot { crossing: kept.crossing, direction: Direction::Backward, tensor: 0, microbatch };
+            self.buffers.read(slot, &mut bytes);
+        }
+        let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
+        Ok(stage.chain.load(MicrobatchId(microbatch.0), &bytes)?)
     }
 
     fn microbatch(&self, id: Id) -> Microbatch {
@@ -191,6 +242,7 @@ impl<T: Scalar + Element> Passes<T> {
     }
 
     fn backward_input(&mut self, id: StageId, microbatch: Id) -> Result<(), PassFailure> {
+        self.put_back(id, microbatch)?;
         let wiring = Arc::clone(&self.wiring);
         let RankStage { chain, setup, .. } = self.stages.get(&id).ok_or("no such stage here")?;
         let outputs = chain.outputs().iter().zip(&wiring.outputs[id.index()]);
@@ -241,6 +293,11 @@ impl<T: Scalar + Element> Passes<T> {
                 let key = (edge, direction, microbatch);
                 Ok(self.here.remove(&key).ok_or("a stage of this rank has not made its tensor yet")?)
             }
+            End::Crossing { .. } if self.job.signal => {
+                let mut buf = self.kernels.buffer(len);
+                buf.iter_mut().enumerate().for_each(|(i, x)| *x = T::from_f64((i % 7) as f64 * 0.1 - 0.3));
+                Ok(buf)
+            }
             End::Crossing { crossing, tensor } => {
                 let mut buf = self.kernels.buffer(len);
                 self.buffers.read(Slot { crossing, direction, tensor, microbatch }, &mut buf);
@@ -253,6 +310,9 @@ impl<T: Scalar + Element> Passes<T> {
     fn hand_over(&mut self, end: End, direction: Direction, microbatch: Id, buf: HostBuf<T>) {
         match end {
             End::Here { edge } => drop(self.here.insert((edge, direction, microbatch), buf)),
+            End::Crossing { crossing, tensor } if self.job.signal => {
+                self.buffers.write(Slot { crossing, direction, tensor, microbatch }, &[1u8]);
+            }
             End::Crossing { crossing, tensor } => {
                 self.buffers.write(Slot { crossing, direction, tensor, microbatch }, &buf);
             }

@@ -153,8 +153,9 @@ impl<T: Scalar + Element> Update<T> {
     }
 
     /// A run of a stage's gradients is complete; runs come from the last to the first.
-    pub fn ready(&mut self, stage: StageId, grads: &[T], run: Range<usize>) -> Result<(), PassFailure> {
+    pub fn ready(&mut self, stage: StageId, grads: &mut [T], run: Range<usize>) -> Result<(), PassFailure> {
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
+        update.take_what_is_there(grads);
         update.ready.start = update.ready.start.min(run.start);
         let bytes = (update.ready.len() * size_of::<T>()) as u64;
         match bytes >= self.rule.bucket_bytes {
@@ -181,7 +182,9 @@ impl<T: Scalar + Element> Update<T> {
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
         let ready = std::mem::replace(&mut update.ready, 0..0);
         update.ready = ready.start..ready.start;
-        for (kind, run) in update.runs(&ready) {
+        let longest = (self.rule.bucket_bytes.max(1) as usize).saturating_mul(MAX_BUCKETS) / size_of::<T>();
+        for (kind, run) in update.runs(&ready).into_iter().flat_map(|(kind, run)| pieces(kind, run, longest))
+        {
             let (group, what) = match (kind, self.groups.dp) {
                 (Kind::Partial, _) => {
                     update.packed.push(run);
@@ -207,6 +210,46 @@ impl<T: Scalar + Element> Update<T> {
     /// This rank's part of everything that a norm counts.
     fn shard(&self, stage: StageId) -> Range<usize> {
         self.stages[&stage].shards[self.place.dp().rank].clone()
+    }
+}
+
+/// A run is summed in pieces of at most so many buckets, so that what is sent is never much of what there is.
+const MAX_BUCKETS: usize = 4;
+
+/// A run in pieces of `longest` elements at most, from the last to the first. What is needed whole stays whole.
+fn pieces(kind: Kind, run: Range<usize>, longest: usize) -> Vec<(Kind, Range<usize>)> {
+    if kind != Kind::Plain || run.len() <= longest {
+        return vec![(kind, run)];
+    }
+    let count = run.len().div_ceil(longest.max(1));
+    let at = |i: usize| run.start + run.len() * i / count;
+    (0..count).rev().map(|i| (kind, at(i)..at(i + 1))).collect()
+}
+
+impl<T: Scalar + Element> StageUpdate<T> {
+    /// Puts the sums that have arrived where their summands were, which lets go of the memory they came in.
+    fn take_what_is_there(&mut self, grads: &mut [T]) {
+        for (target, promise) in std::mem::take(&mut self.under_way) {
+            match promise.now() {
+                Ok(sums) => target.put(&sums, grads),
+                Err(promise) => self.under_way.push((target, promise)),
+            }
+        }
+    }
+}
+
+impl Target {
+    fn put<T: Copy>(self, sums: &[T], grads: &mut [T]) {
+        let runs = match self {
+            Target::Run(run) => vec![run],
+            Target::Packed(runs) => runs,
+        };
+        let mut at = 0;
+        for run in runs {
+            let len = run.len();
+            grads[run].copy_from_slice(&sums[at..at + len]);
+            at += len;
+        }
     }
 }
 
@@ -261,17 +304,7 @@ impl<T: Scalar + Element> Passes<T> {
         for (id, stage) in &mut self.stages {
             let update = self.update.stages.get_mut(id).ok_or("no such stage here")?;
             for (target, promise) in std::mem::take(&mut update.under_way) {
-                let sums = promise.wait()?;
-                let runs = match target {
-                    Target::Run(run) => vec![run],
-                    Target::Packed(runs) => runs,
-                };
-                let mut at = 0;
-                for run in runs {
-                    let len = run.len();
-                    stage.grads[run].copy_from_slice(&sums[at..at + len]);
-                    at += len;
-                }
+                target.put(&promise.wait()?, &mut stage.grads);
             }
         }
         Ok(())

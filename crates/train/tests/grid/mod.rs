@@ -129,6 +129,7 @@ impl Case {
             update: Update { zero: self.zero, clip: self.clip, bucket_bytes: self.bucket_bytes, ..update },
             plan: PlanOptions::default(),
             overlap: self.overlap,
+            signal: false,
         }
     }
 

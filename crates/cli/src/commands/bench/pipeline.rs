@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use crossmesh_core::cluster::Topology;
+use crossmesh_core::step::StepReport;
 use crossmesh_core::units::{Bytes, Rate, Seconds, parse_rate};
 use serde::Serialize;
 
@@ -105,9 +106,12 @@ pub struct SeriesResult {
     pub verified: Option<bool>,
     #[serde(skip)]
     pub timeline: Timeline,
+    /// Of the last run, where a page will show it.
+    #[serde(skip)]
+    pub measured: Option<Timeline>,
 }
 
-/// When what ran, for drawing: of the prediction.
+/// When what ran, for drawing.
 #[derive(Debug, Default)]
 pub struct Timeline {
     pub step_s: f64,
@@ -190,7 +194,9 @@ impl Bench {
             false => args.series.iter().map(|s| Series::parse(s)).collect::<Result<_>>()?,
         };
         let nic = args.run.nic().map(|rate| parse_rate(rate)).transpose().context("--emulate")?;
-        let run = if args.predict { None } else { Some(args.run.options(REPEAT, None)?) };
+        let trace = args.html.is_some();
+        let options = || Ok::<_, anyhow::Error>(RunOptions { trace, ..args.run.options(REPEAT, None)? });
+        let run = if args.predict { None } else { Some(options()?) };
         Ok(Self { series, nic_bytes_per_s: nic, time: args.time, run, progress: Progress::new() })
     }
 
@@ -248,7 +254,10 @@ impl Bench {
             median_s,
             over_predicted: median_s.map(|m| m / predicted_s),
             verified: measured.as_ref().map(|m| m.verified()),
-            timeline: timeline(&specimen, scale),
+            timeline: timeline(&specimen, &specimen.predicted, scale),
+            measured: measured.and_then(|m| m.trace).map(|traced| {
+                timeline(&specimen, &StepReport::of(&specimen.step, &specimen.lowered, &traced.trace), scale)
+            }),
         })
     }
 
@@ -272,9 +281,8 @@ fn windows(specimen: &Specimen) -> Vec<u32> {
     specimen.step.schedule.devices().iter().map(order).collect()
 }
 
-fn timeline(specimen: &Specimen, scale: &Scale) -> Timeline {
+fn timeline(specimen: &Specimen, report: &StepReport, scale: &Scale) -> Timeline {
     let own = |seconds: f64| seconds / scale.time;
-    let report = &specimen.predicted;
     let devices = report.devices.iter().map(|device| {
         let bar = |(pass, span): &(crossmesh_core::schedule::Pass, crossmesh_core::trace::OpSpan)| Bar {
             kind: pass.kind.letters(),

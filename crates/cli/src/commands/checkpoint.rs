@@ -1,0 +1,133 @@
+//! `crossmesh checkpoint`: what is in one, and the way to other programs and back.
+
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+use crossmesh_core::units::Bytes;
+use crossmesh_train::checkpoint::{Checkpoint, Store, gpt2};
+
+use crate::Answer;
+use crate::output::{self, count};
+
+mod show;
+
+/// Look into checkpoints, and exchange them with other programs.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  crossmesh checkpoint show runs/gpt/checkpoints --verify
+  crossmesh checkpoint export runs/gpt/checkpoints -o gpt2-format
+  crossmesh checkpoint import gpt2/model.safetensors -o runs/tuned/checkpoints")]
+pub struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum What {
+    Show(show::ShowArgs),
+    Export(ExportArgs),
+    Import(ImportArgs),
+}
+
+/// Write a GPT as one file that Hugging Face transformers loads: model.safetensors and config.json.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  crossmesh checkpoint export runs/gpt/checkpoints -o gpt2-format
+  crossmesh checkpoint export runs/gpt/checkpoints/step-00000100 -o gpt2-format")]
+struct ExportArgs {
+    /// A checkpoint, or a folder of them: the newest complete one
+    #[arg(value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// The folder to write to
+    #[arg(short, long, value_name = "OUT")]
+    output: PathBuf,
+}
+
+/// Read a GPT-2 as Hugging Face transformers saves it, to train on from.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "The number of heads is in the config.json beside the file; without one, give it.
+
+Examples:
+  crossmesh checkpoint import gpt2/model.safetensors -o runs/tuned/checkpoints
+  crossmesh checkpoint import weights.safetensors --heads 12 -o runs/tuned/checkpoints")]
+struct ImportArgs {
+    /// A safetensors file
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The folder of checkpoints to make
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+    /// Attention heads [default: what config.json says]
+    #[arg(long, value_name = "N")]
+    heads: Option<usize>,
+    /// What the run will compute in
+    #[arg(long, value_enum, default_value_t)]
+    dtype: Real,
+}
+
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum Real {
+    #[default]
+    F32,
+    F64,
+}
+
+pub fn run(args: &Args) -> Result<Answer> {
+    match &args.what {
+        What::Show(args) => show::run(args),
+        What::Export(args) => export(args),
+        What::Import(args) => import(args),
+    }
+}
+
+/// A folder of checkpoints. What is kept is decided by those who save.
+fn store(folder: &Path) -> Store {
+    Store::new(folder, NonZeroUsize::MAX)
+}
+
+/// The checkpoint that a path means: itself, or the newest complete one in it.
+fn find(path: &Path) -> Result<PathBuf> {
+    if path.join(crossmesh_train::checkpoint::MANIFEST).exists() {
+        return Ok(path.to_path_buf());
+    }
+    std::fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
+    match store(path).latest()? {
+        Some(found) => Ok(found),
+        None => bail!(
+            "{}: there is no complete checkpoint here\nhint: a checkpoint is a folder with a manifest.json",
+            path.display()
+        ),
+    }
+}
+
+fn export(args: &ExportArgs) -> Result<Answer> {
+    let checkpoint = Checkpoint::open(&find(&args.checkpoint)?)?;
+    let exported = gpt2::export(&checkpoint, &args.output)?;
+    let (bytes, tensors) = (Bytes(exported.bytes), count(exported.tensors, "tensor"));
+    let (step, model, config) =
+        (checkpoint.facts().step, exported.model.display(), exported.config.display());
+    output::print(&format!("step {step}: {tensors}, {bytes} in {model}; its sizes in {config}\n"))?;
+    Ok(Answer::Yes)
+}
+
+fn import(args: &ImportArgs) -> Result<Answer> {
+    let store = store(&args.output);
+    let imported = match args.dtype {
+        Real::F32 => gpt2::import::<f32>(&args.file, args.heads, &store)?,
+        Real::F64 => gpt2::import::<f64>(&args.file, args.heads, &store)?,
+    };
+    let (tensors, path, c) = (count(imported.tensors, "tensor"), imported.path.display(), &imported.config);
+    let tied = if c.tied { "tied" } else { "untied" };
+    output::print(&format!(
+        "{path}: {tensors}\nvocab {}, context {}, width {}, {}, {}, hidden {}, {tied}\n",
+        c.vocab,
+        c.context,
+        c.width,
+        count(c.layers, "layer"),
+        count(c.heads, "head"),
+        c.hidden
+    ))?;
+    Ok(Answer::Yes)
+}

@@ -1,0 +1,251 @@
+//! `crossmesh train`, from the config to the report: what it says, what it writes, what it refuses, and what it survives.
+
+mod common;
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use common::{Said, Scratch, binary, said};
+use crossmesh_testkit::machine::descendants;
+use serde_json::Value;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Two stages on three ranks, small enough for a test.
+const TINY: &str = "[model]\ncontext = 8\nwidth = 16\nlayers = 2\nheads = 2\n[data]\nvocab = 8\ngroups = 1\nbranching = 2\n\
+    [train]\nsteps = 12\nbatch = 8\nmicrobatches = 4\ndtype = \"f64\"\n[optimizer]\nlearning_rate = 1e-2\n\
+    [pipeline]\nschedule = \"eager-1f1b\"\n[[stage]]\nmesh = \"dp 2\"\n[[stage]]\nmesh = \"1\"\n";
+
+struct Run {
+    scratch: Scratch,
+}
+
+impl Run {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        scratch.file("tiny.toml", TINY);
+        Self { scratch }
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = binary();
+        command.current_dir(self.scratch.path()).args(["train", "tiny.toml"]).args(args);
+        command
+    }
+
+    fn train(&self, args: &[&str]) -> Said {
+        said(&mut self.command(args))
+    }
+
+    fn metrics(&self) -> Vec<Value> {
+        let text = std::fs::read_to_string(self.scratch.path().join("runs/tiny/metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    fn losses(&self) -> Vec<f64> {
+        self.metrics().iter().map(|m| m["loss"].as_f64().unwrap()).collect()
+    }
+}
+
+fn trained(said: &Said) {
+    assert_eq!(said.code, 0, "{}{}", said.stdout, said.stderr);
+}
+
+#[test]
+fn every_example_is_a_config() {
+    for name in ["gpt-mini", "gpt-text", "u-transformer", "three-meshes"] {
+        let path = format!("examples/{name}.toml");
+        let said = said(binary().current_dir(root()).args(["train", &path, "--dry-run", "--json"]));
+        assert_eq!((said.code, said.stderr.as_str()), (0, ""), "{name}: {}", said.stdout);
+        let dry = said.json();
+        assert_eq!(dry["schema"], "crossmesh.dry-run/1");
+        assert!(dry["predicted_step_s"].as_f64().unwrap() > 0.0, "{name}");
+        let ranks = dry["ranks"].as_array().unwrap();
+        assert!(
+            ranks.iter().all(|r| r["weights"].as_u64() > Some(0) && r["activations"].as_u64() > Some(0)),
+            "{name}"
+        );
+        if name == "three-meshes" {
+            let meshes: Vec<&str> =
+                dry["stages"].as_array().unwrap().iter().map(|s| s["mesh"].as_str().unwrap()).collect();
+            assert_eq!((ranks.len(), meshes), (11, vec!["dp 2 × tp 2", "dp 4", "tp 3"]));
+            assert_eq!(dry["edges"].as_array().unwrap().len(), 2);
+        }
+    }
+}
+
+#[test]
+fn a_dry_run_says_what_the_pieces_say() {
+    let run = Run::new();
+    let said = run.train(&["--dry-run"]);
+    assert_eq!((said.code, said.stderr.as_str()), (0, ""), "{}", said.stdout);
+    assert!(said.stdout.starts_with("train tiny: GPT of 2 layers, width 16, context 8, "), "{}", said.stdout);
+    assert!(
+        said.stdout.contains("0 → 1") && said.stdout.contains("f64[16,16]@S0{dp:2}(dp,_) -> f64[16,16]@S1")
+    );
+    assert!(said.last_line().starts_with("predicted  a step takes "), "{}", said.stdout);
+    assert!(!run.scratch.path().join("runs").exists(), "it writes nothing");
+}
+
+#[test]
+fn a_printed_config_is_the_config() {
+    let run = Run::new();
+    let first = run.train(&["--print-config", "--set", "train.steps=7"]);
+    assert!(first.stdout.contains("steps = 7\n") && first.stdout.contains("vocab = 8\n"), "{}", first.stdout);
+    run.scratch.file("tiny.toml", &first.stdout);
+    assert_eq!(run.train(&["--print-config"]).stdout, first.stdout);
+}
+
+#[test]
+fn mistakes_are_named_with_their_line_and_the_nearest_key() {
+    let run = Run::new();
+    let refused = |args: &[&str]| {
+        let said = run.train(args);
+        assert_eq!((said.code, said.stdout.as_str()), (2, ""), "{}", said.stderr);
+        said.stderr
+    };
+    run.scratch.file("tiny.toml", TINY.replace("learning_rate", "learning_rat"));
+    let key = refused(&[]);
+    assert!(key.starts_with("error: tiny.toml:16: optimizer.learning_rat: there is no such key\nhint: did you mean `learning_rate`?"), "{key}");
+    run.scratch.file("tiny.toml", TINY);
+    let set = refused(&["--set", "train.stpes=3"]);
+    assert!(
+        set.starts_with(
+            "error: --set train.stpes=3: train.stpes: there is no such key\nhint: did you mean `steps`?"
+        ),
+        "{set}"
+    );
+    assert!(refused(&["--set", "stage.0.mesh=dp 3", "--dry-run"]).contains("stage 0 splits the 2 samples"));
+    let missing = refused(&["--set", "data.kind=text", "--set", "data.path=none.txt"]);
+    assert!(
+        missing.starts_with("error: tiny.toml:7: data.vocab: data of kind \"text\" has no such key"),
+        "{missing}"
+    );
+    run.scratch.file("tiny.toml", "[data]\nkind = \"text\"\npath = \"none.txt\"\n");
+    assert!(refused(&[]).contains("none.txt"));
+    run.scratch.file("tiny.toml", TINY);
+    let branching = refused(&["--set", "data.branching=99"]);
+    assert!(branching.starts_with("error: --set data.branching=99: data.branching: 99: "), "{branching}");
+    assert!(refused(&["--resume"]).contains("there is no checkpoint to go on from in runs/tiny/checkpoints"));
+    assert!(refused(&["--resume=nowhere"]).contains("nowhere"));
+}
+
+#[test]
+fn a_run_learns_and_writes_what_it_promises() {
+    let run = Run::new();
+    let html = run.scratch.at("r.html");
+    let said = run.train(&["--json", "--html", &html, "--set", "train.steps=60"]);
+    trained(&said);
+    let summary = said.json();
+    assert_eq!((&summary["schema"], &summary["steps"]), (&"crossmesh.train-summary/1".into(), &60.into()));
+    let metrics = run.metrics();
+    assert_eq!(
+        metrics.iter().map(|m| m["step"].as_u64().unwrap()).collect::<Vec<_>>(),
+        (1..=60).collect::<Vec<u64>>()
+    );
+    let losses = run.losses();
+    let reachable = summary["reachable_loss"].as_f64().unwrap();
+    assert!(losses[59] < 0.7 * losses[0] && losses[59] > 0.8 * reachable, "{losses:?} towards {reachable}");
+    let last = &metrics[59];
+    let parts = ["compute_s", "exposed_comm_s", "bubble_s", "optimizer_s"].map(|k| last[k].as_f64().unwrap());
+    assert!(parts.iter().sum::<f64>() <= 1.01 * last["step_s"].as_f64().unwrap(), "{last}");
+    let dry = run.train(&["--dry-run", "--json"]).json();
+    let held = dry["ranks"].as_array().unwrap().iter().map(|r| r["activations"].as_u64().unwrap()).max();
+    assert_eq!(last["activation_bytes"].as_u64(), held, "what the dry run said");
+    let page = std::fs::read_to_string(html).unwrap();
+    assert!(page.contains("best possible") && page.contains("Step 60, pass by pass"));
+    assert!(page.contains("r0 measured") && page.contains("d0 predicted"));
+    assert!(said.stderr.contains("step 10  loss "), "{}", said.stderr);
+}
+
+#[test]
+fn a_resumed_run_has_the_losses_of_one_that_never_stopped() {
+    let whole = Run::new();
+    trained(&whole.train(&[]));
+    let run = Run::new();
+    // The rate's schedule ends where the whole run's does.
+    let half = ["--set", "checkpoint.every=4", "--set", "optimizer.schedule=constant"];
+    trained(&run.train(&[&half[..], &["--set", "train.steps=8"]].concat()));
+    let again = run.train(&half);
+    assert!(
+        again.code == 2 && again.stderr.contains("has checkpoints of an earlier run, up to step 8"),
+        "{}",
+        again.stderr
+    );
+    let resumed = run.train(&[&half[..], &["--resume", "--json"]].concat());
+    trained(&resumed);
+    assert_eq!(resumed.json()["resumed_at"], 8);
+    let whole = Run::new();
+    trained(&whole.train(&["--set", "optimizer.schedule=constant"]));
+    assert_eq!(run.losses(), whole.losses(), "bit for bit");
+    // The same checkpoint on other meshes.
+    let folder = run.scratch.at("runs/tiny/checkpoints/step-00000008");
+    let other = Run::new();
+    let meshes =
+        ["--set", "stage.0.mesh=tp 2", "--set", "stage.1.mesh=dp 2", "--set", "optimizer.schedule=constant"];
+    trained(&other.train(&[&meshes[..], &[&format!("--resume={folder}")]].concat()));
+    let pairs = other.losses().into_iter().zip(whole.losses().into_iter().skip(8));
+    for (a, b) in pairs {
+        assert!((a - b).abs() <= 1e-10 * b, "{a} and {b}");
+    }
+}
+
+#[test]
+fn ranks_that_somebody_else_started_train_too() {
+    let run = Run::new();
+    let program = env!("CARGO_BIN_EXE_crossmesh");
+    let mut command = binary();
+    command.current_dir(run.scratch.path());
+    command.args(["launch", "-n", "3", "--", program, "train", "tiny.toml", "--json"]);
+    let joined = said(&mut command);
+    trained(&joined);
+    // The launcher puts a rank's number before its lines.
+    let text: String = joined.stdout.lines().map(|l| l.strip_prefix("[0] ").unwrap_or(l)).collect();
+    let summary: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {}", joined.stdout));
+    assert_eq!(summary["steps"], 12);
+    let here = Run::new();
+    trained(&here.train(&[]));
+    assert_eq!(run.losses(), here.losses(), "bit for bit");
+}
+
+#[test]
+fn a_killed_rank_is_named_and_the_job_starts_again_from_its_checkpoint() {
+    let run = Run::new();
+    let args = ["--set", "checkpoint.every=10", "--set", "train.steps=400", "--set", "log.every=5"];
+    let mut command = run.command(&[&args[..], &["--restarts", "2", "--json"]].concat());
+    let mut child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut heard = vec![];
+    for line in lines.by_ref() {
+        let line = line.unwrap();
+        heard.push(line.clone());
+        if line.starts_with("step  40 ") {
+            break;
+        }
+    }
+    let ranks = descendants(child.id());
+    let victim = ranks.into_iter().find(|pid| environment(*pid).contains("\0RANK=1\0")).expect("r1 runs");
+    assert!(Command::new("kill").args(["-KILL", &victim.to_string()]).status().unwrap().success());
+    heard.extend(lines.map(|line| line.unwrap()));
+    let out = child.wait_with_output().unwrap();
+    let heard = heard.join("\n");
+    assert!(out.status.success(), "{heard}");
+    assert!(heard.contains("r1"), "{heard}");
+    assert!(heard.contains("restart 1 of 2"), "{heard}");
+    let summary: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!((&summary["restarts"], &summary["steps"]), (&1.into(), &400.into()));
+    let steps: Vec<u64> = run.metrics().iter().map(|m| m["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, (1..=400).collect::<Vec<u64>>(), "no step is told twice");
+    let whole = Run::new();
+    trained(&whole.train(&["--set", "train.steps=400"]));
+    assert_eq!(run.losses(), whole.losses(), "bit for bit");
+}
+
+fn environment(pid: u32) -> String {
+    let bytes = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    format!("\0{}", String::from_utf8_lossy(&bytes))
+}

@@ -1,0 +1,213 @@
+//! Every key of a training config: what it wants, what it is without, what it does.
+//!
+//! The one list. Reading, errors, `--print-config` and docs/train-config.md all come from it, so a key that is not here does not exist, and one
+//! that is cannot go undocumented.
+
+use super::value::Kind;
+
+/// See the module.
+#[derive(Debug, Clone, Copy)]
+pub struct Key {
+    pub section: &'static str,
+    pub name: &'static str,
+    pub kind: Kind,
+    /// As TOML; empty where there is none, or where it follows from other keys (`about` says from which).
+    pub default: &'static str,
+    /// Which `kind`s of the section have the key; all of them where this is empty.
+    pub only: &'static [&'static str],
+    pub about: &'static str,
+}
+
+/// A table of the file.
+#[derive(Debug, Clone, Copy)]
+pub struct Section {
+    pub name: &'static str,
+    /// Whether there may be several: `[[stage]]`.
+    pub many: bool,
+    pub about: &'static str,
+}
+
+pub const SECTIONS: &[Section] = &[
+    one("model", "What is trained."),
+    one("data", "What it is trained on."),
+    one("train", "How much of it, and in which numbers."),
+    one("optimizer", "How weights become the next step's."),
+    one("pipeline", "In which order stages run their passes, and where the model is cut."),
+    Section {
+        name: "stage",
+        many: true,
+        about: "One for every device of the pipeline, in model order: a mesh of ranks that runs one stage, or with `pipeline.chunks` several. Ranks are numbered stage by stage.",
+    },
+    one("cluster", "What the ranks run on: for plans, predictions and `--emulate`."),
+    one("checkpoint", "What is kept on disk, to go on from."),
+    one("log", "What is written down for people."),
+];
+
+const fn one(name: &'static str, about: &'static str) -> Section {
+    Section { name, many: false, about }
+}
+
+const fn key(
+    section: &'static str,
+    name: &'static str,
+    kind: Kind,
+    default: &'static str,
+    about: &'static str,
+) -> Key {
+    Key { section, name, kind, default, only: &[], about }
+}
+
+impl Key {
+    const fn only(mut self, kinds: &'static [&'static str]) -> Self {
+        self.only = kinds;
+        self
+    }
+
+    /// `train.steps`.
+    pub fn path(&self) -> String {
+        format!("{}.{}", self.section, self.name)
+    }
+}
+
+const COUNT: Kind = Kind::Count { least: 1 };
+const MAYBE: Kind = Kind::Count { least: 0 };
+const POSITIVE: Kind = Kind::Number { least: 0.0, most: f64::INFINITY };
+
+const GPT: &[&str] = &["gpt"];
+const UNET: &[&str] = &["u-transformer"];
+const LANGUAGE: &[&str] = &["language"];
+const TEXT: &[&str] = &["text"];
+const FILES: &[&str] = &["text", "tokens"];
+const IMAGES: &[&str] = &["images"];
+const ADAMW: &[&str] = &["adamw"];
+const SGD: &[&str] = &["sgd"];
+
+/// All of them, in the order in which they are printed.
+pub const KEYS: &[Key] = &[
+    key("model", "kind", Kind::Choice(&["gpt", "u-transformer"]), "\"gpt\"", "GPT-2's architecture, or a U-Net with attention that predicts noise."),
+    key("model", "vocab", COUNT, "", "Tokens that the model knows. Without it: as many as the data has.").only(GPT),
+    key("model", "context", COUNT, "64", "Tokens of a sample.").only(GPT),
+    key("model", "width", COUNT, "128", "Columns of the hidden state.").only(GPT),
+    key("model", "layers", COUNT, "4", "Transformer blocks.").only(GPT),
+    key("model", "hidden", COUNT, "", "Columns inside a feed-forward branch. Without it: four times the width.").only(GPT),
+    key("model", "tied", Kind::Flag, "true", "Whether logits come from the token table itself.").only(GPT),
+    key("model", "dropout", Kind::Number { least: 0.0, most: 0.999 }, "0.0", "The share of elements that training drops.").only(GPT),
+    key("model", "image", COUNT, "16", "Height and width of an image.").only(UNET),
+    key("model", "image_channels", COUNT, "4", "Channels of an image.").only(UNET),
+    key("model", "base", COUNT, "32", "Channels of the first level.").only(UNET),
+    key("model", "multipliers", Kind::Counts { least: 1 }, "[1, 2, 4, 4]", "For every level, its channels as a multiple of `base`.").only(UNET),
+    key("model", "blocks", COUNT, "1", "Residual blocks of a level on the way down; one more on the way up.").only(UNET),
+    key("model", "attention", Kind::Flags, "", "For every level, whether it has attention. Without it: all but the last.").only(UNET),
+    key("model", "groups", COUNT, "8", "Groups of a norm.").only(UNET),
+    key("model", "context_rows", COUNT, "16", "Rows of what cross-attention looks at.").only(UNET),
+    key("model", "context_width", COUNT, "", "Columns of it. Without it: `base`.").only(UNET),
+    key("model", "heads", COUNT, "4", "Attention heads."),
+    key("model", "epsilon", POSITIVE, "1e-5", "Added to a variance before it divides."),
+    key("data", "kind", Kind::Choice(&["language", "text", "tokens", "images"]), "", "A made-up language of known entropy, text files, a packed token file, or made-up images. Without it: `language` for a GPT, `images` for a U-Transformer."),
+    key("data", "vocab", COUNT, "64", "Tokens of the language.").only(LANGUAGE),
+    key("data", "groups", COUNT, "2", "What may follow a token depends also on which of so many groups the one before it is in.").only(LANGUAGE),
+    key("data", "branching", COUNT, "8", "Tokens that may follow.").only(LANGUAGE),
+    key("data", "path", Kind::Texts, "", "Files, or folders of files. Relative paths start where the program was started.").only(FILES),
+    key("data", "tokenizer", Kind::Text, "\"bytes\"", "`bytes`, or the path of a Hugging Face tokenizer.json.").only(TEXT),
+    key("data", "end", Kind::Text, "", "The tokenizer's token behind every document, or `none`. Without it: the one that the tokenizer is known for.").only(TEXT),
+    key("data", "validation_share", Kind::Number { least: 0.0, most: 0.99 }, "0.05", "The share of the tokens that is kept from training.").only(FILES),
+    key("data", "seed", MAYBE, "0", "Of the order of samples, and of what is made up."),
+    key("data", "waves", COUNT, "2", "Waves along each side of an image: more are harder to tell from noise.").only(IMAGES),
+    key("data", "classes", COUNT, "8", "Kinds of images; the context tells which.").only(IMAGES),
+    key("train", "steps", COUNT, "100", "Steps of the whole run; a resumed one goes on to the same number."),
+    key("train", "batch", COUNT, "16", "Samples of a step, over all ranks."),
+    key("train", "microbatches", COUNT, "4", "Parts of a batch that go through the pipeline one behind the other; the batch has to divide among them."),
+    key("train", "dtype", Kind::Choice(&["f32", "f64"]), "\"f32\"", "Numbers of weights, activations and gradients."),
+    key("train", "seed", MAYBE, "1", "Of the first weights, and of dropout."),
+    key("train", "threads", COUNT, "1", "Threads that a rank computes with."),
+    key("train", "recompute", Kind::Choice(&["none", "attention", "full"]), "\"none\"", "What B computes again instead of remembering it: nothing, the insides of attention, or the stage's whole forward pass."),
+    key("train", "overlap", Kind::Flag, "true", "Whether communication between stages runs beside compute."),
+    key("optimizer", "kind", Kind::Choice(&["adamw", "sgd"]), "\"adamw\"", "Adam with decoupled weight decay, or gradient descent with momentum."),
+    key("optimizer", "learning_rate", POSITIVE, "1e-3", "The rate after warm-up."),
+    key("optimizer", "schedule", Kind::Choice(&["cosine", "constant"]), "\"cosine\"", "What the rate does after warm-up."),
+    key("optimizer", "warmup", MAYBE, "0", "Steps in which the rate rises in a line."),
+    key("optimizer", "floor", POSITIVE, "", "The rate of the last step. Without it: a tenth of `learning_rate`, or with the schedule `constant` all of it."),
+    key("optimizer", "weight_decay", POSITIVE, "0.1", "Of matrices; biases and norms have none."),
+    key("optimizer", "beta1", Kind::Number { least: 0.0, most: 0.999999 }, "0.9", "How long the mean of gradients remembers.").only(ADAMW),
+    key("optimizer", "beta2", Kind::Number { least: 0.0, most: 0.999999 }, "0.95", "How long the mean of their squares remembers.").only(ADAMW),
+    key("optimizer", "epsilon", POSITIVE, "1e-8", "Added to the root of that mean.").only(ADAMW),
+    key("optimizer", "momentum", Kind::Number { least: 0.0, most: 0.999999 }, "0.9", "How long the velocity lasts.").only(SGD),
+    key("optimizer", "clip", POSITIVE, "1.0", "The largest norm of all gradients together, over all meshes; 0 leaves them as they are."),
+    key("optimizer", "zero", Kind::Level(1), "0", "1: ranks along `dp` keep a part of the optimizer's moments each (ZeRO-1)."),
+    key("optimizer", "bucket", Kind::Bytes, "\"1MiB\"", "Gradients are summed over `dp` in pieces of about this size, as soon as they are complete."),
+    key("pipeline", "schedule", Kind::Schedule, "\"1f1b\"", "By name, as `crossmesh schedule` has them."),
+    key("pipeline", "chunks", COUNT, "", "Stages of a device. Without it: what the schedule needs."),
+    key("pipeline", "backward", Kind::Choice(&["fused", "split"]), "", "Whether B and W are one pass. Without it: what the schedule needs."),
+    key("pipeline", "balance", Kind::Choice(&["work", "parameters"]), "\"work\"", "What is shared out evenly over ranks where no `layers` are given: operations, or weights."),
+    key(
+        "pipeline",
+        "strategy",
+        Kind::Choice(&[
+            "flow",
+            "auto",
+            "sendrecv",
+            "allgather",
+            "broadcast:naive",
+            "broadcast:balance",
+            "broadcast:dfs",
+            "broadcast:greedy",
+        ]),
+        "\"flow\"",
+        "How activations and gradients cross between meshes.",
+    ),
+    key("stage", "mesh", Kind::Mesh, "\"1\"", "`dp 2, tp 4`: `dp` splits samples, `tp` splits weights; `1` is a single rank."),
+    key("stage", "layers", Kind::Counts { least: 0 }, "", "Transformer blocks (of a U-Transformer: pieces) on this mesh; with chunks, a list in model order. The first stage also has the embedding, the last one the head. Without it in any stage: shared out by `pipeline.balance`."),
+    key("stage", "sequence_parallel", Kind::Flag, "false", "Whether the rows between tensor-parallel regions are split over `tp`."),
+    key("stage", "repeat", COUNT, "1", "So many stages alike, one behind the other."),
+    key("cluster", "file", Kind::Text, "", "A cluster file. Without it: a stage starts on a new host, and hosts have NICs of `nic`."),
+    key("cluster", "devices_per_host", COUNT, "", "Ranks of a host. Without it: as many as the last axis of the stage's mesh is long."),
+    key("cluster", "nic", Kind::Rate, "\"10Gbit\"", "A host's NIC, each way."),
+    key("cluster", "local", Kind::Rate, "\"100GB/s\"", "A rank's link inside its host, each way."),
+    key("cluster", "latency", Kind::Time, "\"0s\"", "Of a message from host to host."),
+    key("cluster", "flops", POSITIVE, "3e10", "What a thread of a rank computes in a second, for predictions before the first step; f64 has half of it."),
+    key("checkpoint", "folder", Kind::Text, "", "Where checkpoints go. Without it: `checkpoints` in the folder of the log."),
+    key("checkpoint", "every", MAYBE, "0", "Steps from one checkpoint to the next; 0 keeps none."),
+    key("checkpoint", "keep", COUNT, "2", "The newest so many are kept."),
+    key("log", "folder", Kind::Text, "", "Where metrics.jsonl, report.html and the resolved config go. Without it: `runs/` and the name of the config."),
+    key("log", "every", COUNT, "10", "Steps from one printed line to the next, where there is no terminal."),
+];
+
+/// The keys of a section.
+pub fn keys_of(section: &str) -> impl Iterator<Item = &'static Key> {
+    KEYS.iter().filter(move |key| key.section == section)
+}
+
+pub fn section(name: &str) -> Option<&'static Section> {
+    SECTIONS.iter().find(|section| section.name == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_default_is_a_value_of_its_key() {
+        for key in KEYS {
+            assert!(section(key.section).is_some(), "{}", key.path());
+            assert!(key.about.ends_with('.'), "{}", key.path());
+            if !key.default.is_empty() {
+                let value =
+                    key.kind.read_set(key.default).unwrap_or_else(|e| panic!("{}: {e:?}", key.path()));
+                assert_eq!(value.to_string(), key.default, "{} is not printed as it is written", key.path());
+            }
+            let kinds = keys_of(key.section).find(|k| k.name == "kind").map(|k| k.kind);
+            for only in key.only {
+                assert!(matches!(kinds, Some(Kind::Choice(names)) if names.contains(only)), "{}", key.path());
+            }
+        }
+    }
+
+    #[test]
+    fn no_key_is_there_twice() {
+        let mut paths: Vec<String> = KEYS.iter().map(Key::path).collect();
+        paths.sort();
+        let len = paths.len();
+        paths.dedup();
+        assert_eq!(paths.len(), len);
+    }
+}

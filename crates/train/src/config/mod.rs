@@ -1,0 +1,247 @@
+//! A training config: from TOML to a [`Config`], with every key checked, and from there to a job.
+//!
+//! ```text
+//! text, --set   document    which keys are given, each a value that its key can be      error: file:line, key, reason, nearest
+//!               Config      all of it, with defaults
+//!               resolve     a model, cut into stages on meshes, on a cluster: a Job
+//! ```
+//!
+//! Pure: no file is opened here. A config printed by [`Config::to_toml`] reads back as the same one; ranks get theirs that way.
+
+mod cut;
+mod document;
+mod error;
+pub mod keys;
+#[cfg(test)]
+mod page;
+mod resolve;
+mod typed;
+mod value;
+mod work;
+
+pub use cut::{Balance, cut};
+pub use error::{ConfigError, Origin, nearest};
+pub use resolve::{AnyModel, Resolved, resolve};
+pub use typed::{
+    DataKind, DataSection, Log, ModelKind, OptimizerSection, Pipeline, Precision, Saving, StageSection, Train,
+};
+pub use value::{parse_mesh, toml_text};
+pub use work::{UnitWork, unit_work};
+
+use std::fmt::Write as _;
+
+use document::{Document, Entry, Given, error};
+use keys::{Key, SECTIONS, keys_of};
+use value::Value;
+
+/// A config with every key checked. See the module.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// What the run is called: the file's name without its ending.
+    pub name: String,
+    pub model: ModelKind,
+    pub data: DataSection,
+    pub train: Train,
+    pub optimizer: OptimizerSection,
+    pub pipeline: Pipeline,
+    /// One for every device, in order.
+    pub stages: Vec<StageSection>,
+    pub cluster: typed::ClusterSection,
+    pub saving: Saving,
+    pub log: Log,
+    values: Values,
+}
+
+impl Config {
+    /// Reads a file's text, puts assignments (`train.steps=10`) over it, and fills in the rest. `file` is what errors call it.
+    pub fn read(file: &str, text: &str, sets: &[String]) -> Result<Self, ConfigError> {
+        let mut document = Document::parse(file, text)?;
+        for set in sets {
+            document.set(set)?;
+        }
+        let name = file.rsplit('/').next().unwrap_or(file);
+        let name = name.strip_suffix(".toml").unwrap_or(name);
+        Self::of_values(name, Values { document, file: file.into() })
+    }
+
+    fn of_values(name: &str, values: Values) -> Result<Self, ConfigError> {
+        values.check_kinds()?;
+        Ok(Self {
+            name: name.into(),
+            model: ModelKind::of(&values)?,
+            data: DataSection::of(&values)?,
+            train: Train::of(&values)?,
+            optimizer: OptimizerSection::of(&values)?,
+            pipeline: Pipeline::of(&values),
+            stages: typed::stages(&values)?,
+            cluster: typed::ClusterSection::of(&values)?,
+            saving: Saving::of(&values, name),
+            log: Log::of(&values, name),
+            values,
+        })
+    }
+
+    /// The whole config as TOML, defaults too. What follows from other keys is left out, or given as what it was found to be.
+    pub fn to_toml(&self, found: &[(&str, String)]) -> String {
+        let mut text = String::new();
+        for section in SECTIONS {
+            let tables = match section.many {
+                false => vec![self.values.document.table(section.name)],
+                true => match self.values.document.tables(section.name) {
+                    [] => vec![None],
+                    tables => tables.iter().map(Some).collect(),
+                },
+            };
+            for table in tables {
+                let head = if section.many { "[[" } else { "[" };
+                let tail = if section.many { "]]" } else { "]" };
+                let _ =
+                    writeln!(text, "{}{head}{}{tail}", if text.is_empty() { "" } else { "\n" }, section.name);
+                for key in keys_of(section.name).filter(|key| self.values.applies(key)) {
+                    let found =
+                        found.iter().find(|(path, _)| *path == key.path()).map(|(_, value)| value.clone());
+                    let given = self.values.entry_in(table, key).map(|entry| entry.value.to_string());
+                    if let Some(value) = given.or(found) {
+                        let _ = writeln!(text, "{} = {value}", key.name);
+                    }
+                }
+            }
+        }
+        text
+    }
+
+    /// An error about a key, wherever that was given.
+    pub fn error(&self, path: &str, reason: impl Into<String>, hint: impl Into<String>) -> ConfigError {
+        self.values.error(path, reason, hint)
+    }
+
+    /// An error about a key of one of the stages, by its place in the file.
+    fn stage_error(&self, table: usize, name: &str, reason: String, hint: &str) -> ConfigError {
+        let given = self.values.document.tables("stage").get(table);
+        let entry = given.and_then(|given| given.entries.get(name));
+        let origin = entry.map(|e| &e.origin).or(given.map(|g| &g.origin)).unwrap_or(&Origin::Default);
+        error(origin, &format!("stage.{table}.{name}"), reason, hint)
+    }
+}
+
+/// What every key is: given, or by default.
+#[derive(Debug, Clone, PartialEq)]
+struct Values {
+    document: Document,
+    file: String,
+}
+
+impl Values {
+    /// A key of a section that there is one of, if it is given or has a default.
+    fn entry(&self, path: &str) -> Option<Entry> {
+        let key = key(path);
+        self.entry_in(self.document.table(key.section), key)
+    }
+
+    fn entry_in(&self, table: Option<&Given>, key: &Key) -> Option<Entry> {
+        if let Some(entry) = table.and_then(|given| given.entries.get(key.name)) {
+            return Some(entry.clone());
+        }
+        let value = (!key.default.is_empty()).then(|| key.kind.read_set(key.default));
+        value
+            .map(|value| Entry { value: value.expect("a test reads every default"), origin: Origin::Default })
+    }
+
+    /// The `kind` of a key's section.
+    fn kind_of(&self, section: &str) -> Option<String> {
+        let path = format!("{section}.kind");
+        keys_of(section).find(|key| key.name == "kind")?;
+        match self.entry(&path).map(|entry| entry.value) {
+            Some(Value::Text(kind)) => Some(kind),
+            // What data there is by default depends on the model.
+            _ => Some(
+                if self.kind_of("model").as_deref() == Some("gpt") { "language" } else { "images" }.into(),
+            ),
+        }
+    }
+
+    /// Whether the section is of a kind that has the key.
+    fn applies(&self, key: &Key) -> bool {
+        let kind = || self.kind_of(key.section).unwrap_or_default();
+        key.only.is_empty() || key.only.contains(&kind().as_str())
+    }
+
+    /// Refuses keys of another kind than the section's.
+    fn check_kinds(&self) -> Result<(), ConfigError> {
+        for key in keys::KEYS.iter().filter(|key| !self.applies(key)) {
+            let given = self.document.table(key.section).and_then(|given| given.entries.get(key.name));
+            if let Some(entry) = given {
+                let kind = self.kind_of(key.section).unwrap_or_default();
+                let reason = format!("{} of kind \"{kind}\" has no such key", key.section);
+                let hint = format!("it is for the kind {}", key.only.join(" and "));
+                return Err(error(&entry.origin, &key.path(), reason, hint));
+            }
+        }
+        Ok(())
+    }
+
+    fn error(&self, path: &str, reason: impl Into<String>, hint: impl Into<String>) -> ConfigError {
+        let origin = self.entry(path).map_or(Origin::Default, |entry| entry.origin);
+        let origin = match origin {
+            // Whoever has to write the key has to know where.
+            Origin::Default => Origin::Line { file: self.file.clone(), line: self.line_of_section(path) },
+            given => given,
+        };
+        error(&origin, path, reason, hint)
+    }
+
+    fn line_of_section(&self, path: &str) -> usize {
+        let section = path.split('.').next().unwrap_or_default();
+        match self.document.table(section).map(|given| &given.origin) {
+            Some(Origin::Line { line, .. }) => *line,
+            _ => 1,
+        }
+    }
+
+    fn count(&self, path: &str) -> usize {
+        self.maybe_count(path).unwrap_or_else(|| panic!("{path} has no default"))
+    }
+
+    fn maybe_count(&self, path: &str) -> Option<usize> {
+        match self.entry(path)?.value {
+            Value::Count(n) => Some(n as usize),
+            other => panic!("{path} is {other}, no count"),
+        }
+    }
+
+    fn number(&self, path: &str) -> f64 {
+        self.maybe_number(path).unwrap_or_else(|| panic!("{path} has no default"))
+    }
+
+    fn maybe_number(&self, path: &str) -> Option<f64> {
+        match self.entry(path)?.value {
+            Value::Number(n) => Some(n),
+            other => panic!("{path} is {other}, no number"),
+        }
+    }
+
+    fn flag(&self, path: &str) -> bool {
+        matches!(self.entry(path).map(|e| e.value), Some(Value::Flag(true)))
+    }
+
+    fn text(&self, path: &str) -> String {
+        self.maybe_text(path).unwrap_or_else(|| panic!("{path} has no default"))
+    }
+
+    fn maybe_text(&self, path: &str) -> Option<String> {
+        match self.entry(path)?.value {
+            Value::Text(text) => Some(text),
+            other => panic!("{path} is {other}, no text"),
+        }
+    }
+}
+
+fn key(path: &str) -> &'static Key {
+    let found = keys::KEYS
+        .iter()
+        .find(|key| path.strip_prefix(key.section).and_then(|rest| rest.strip_prefix('.')) == Some(key.name));
+    found.unwrap_or_else(|| panic!("no key {path}"))
+}
+
+#[cfg(test)]
+mod tests;

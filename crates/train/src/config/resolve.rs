@@ -1,0 +1,356 @@
+//! From a config to a job: the model, cut into stages on meshes of ranks, on a cluster, in an order.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crossmesh_core::cluster::{Cluster, Host};
+use crossmesh_core::id::Rank;
+use crossmesh_core::schedule::{GenerateError, Hop, Placement, Schedule, Spec, StageCost, generate};
+use crossmesh_core::step::PassTimes;
+
+use crate::chain::{Model, Shape, Tensor};
+use crate::job::{Job, Team};
+use crate::kernels::Kernels;
+use crate::models;
+use crate::models::gpt::{Gpt, GptConfig};
+use crate::models::unet::Unet;
+use crate::stage::Role;
+
+use super::cut::{Balance, cut};
+use super::error::ConfigError;
+use super::typed::{ModelKind, Precision};
+use super::work::{UnitWork, unit_work};
+use super::{Config, value};
+
+/// A built-in model, for any kernels.
+#[derive(Debug, Clone)]
+pub enum AnyModel {
+    Gpt(Gpt),
+    Unet(Unet),
+}
+
+impl AnyModel {
+    pub fn with_kernels<K: Kernels>(&self) -> Arc<dyn Model<K> + Send + Sync> {
+        match self {
+            AnyModel::Gpt(gpt) => Arc::new(gpt.clone()),
+            AnyModel::Unet(unet) => Arc::new(unet.clone()),
+        }
+    }
+
+    fn activations_given<K: Kernels>(&self, unit: usize) -> Vec<Tensor> {
+        let gives = self.with_kernels::<K>().interface(unit).gives;
+        gives.into_iter().filter(|t| t.role == Role::Activation).collect()
+    }
+}
+
+/// A config that fits together.
+#[derive(Debug, Clone)]
+pub struct Resolved {
+    pub model: AnyModel,
+    pub job: Job,
+    /// By unit of the model.
+    pub work: Vec<UnitWork>,
+}
+
+impl Resolved {
+    /// Weights of the whole model; tied ones once.
+    pub fn parameters(&self) -> u64 {
+        let tied = match &self.model {
+            AnyModel::Gpt(gpt) if gpt.config().tied => (gpt.config().vocab * gpt.config().width) as u64,
+            _ => 0,
+        };
+        self.work.iter().map(|unit| unit.parameters).sum::<u64>() - tied
+    }
+}
+
+/// Weight updates move about this many numbers for every parameter, and compute hardly anything.
+const UPDATE_OPERATIONS: f64 = 40.0;
+
+/// Makes a job of a config. `classes` is how many tokens the data has, where it has tokens; `described` the cluster of the file that
+/// the config names.
+pub fn resolve(
+    config: &Config,
+    classes: Option<usize>,
+    described: Option<Cluster>,
+) -> Result<Resolved, ConfigError> {
+    let model = model(config, classes)?;
+    let work = unit_work(&model);
+    let teams = teams(config)?;
+    let placement = first_schedule(config)?.placement().clone();
+    let stages = stages(config, &model, &work, &placement)?;
+    let cluster = cluster(config, &teams, described)?;
+    let times = times(config, &work, &stages, &placement, &teams);
+    let hop = hop_seconds(config, &model, &stages, &cluster);
+    let schedule = schedule(config, &times, hop)?;
+    let job = Job {
+        schedule,
+        stages,
+        teams,
+        cluster,
+        samples: config.train.samples,
+        recompute: config.train.recompute,
+        seed: config.train.seed,
+        update: config.optimizer.update.clone(),
+        plan: config.pipeline.plan.clone(),
+        overlap: config.train.overlap,
+        signal: false,
+        times,
+    };
+    Ok(Resolved { model, job, work })
+}
+
+fn model(config: &Config, classes: Option<usize>) -> Result<AnyModel, ConfigError> {
+    let refused = |models::ConfigError::Value { key, value, reason, hint }: models::ConfigError| {
+        config.error(&format!("model.{key}"), format!("{value}: {reason}"), hint)
+    };
+    match &config.model {
+        ModelKind::Unet(sizes) => Ok(AnyModel::Unet(Unet::new(sizes.clone()).map_err(refused)?)),
+        ModelKind::Gpt { config: sizes, vocab } => {
+            let Some(vocab) = vocab.or(classes) else {
+                let reason = "this data has no tokens, so there is nothing to take a vocabulary from";
+                return Err(config.error("data.kind", reason, "a GPT learns from language, text or tokens"));
+            };
+            if let Some(classes) = classes.filter(|classes| *classes > vocab) {
+                let reason =
+                    format!("the data has {classes} tokens, and a model of {vocab} does not know them all");
+                return Err(config.error("model.vocab", reason, "leave it out to take what the data has"));
+            }
+            Ok(AnyModel::Gpt(Gpt::new(GptConfig { vocab, ..sizes.clone() }).map_err(refused)?))
+        }
+    }
+}
+
+/// Ranks, numbered stage by stage.
+fn teams(config: &Config) -> Result<Vec<Team>, ConfigError> {
+    let mut next = 0u32;
+    let mut teams = vec![];
+    for (i, stage) in config.stages.iter().enumerate() {
+        let dp = stage.mesh.axes().iter().find(|a| a.name == "dp").map_or(1, |a| a.len as usize);
+        if config.train.samples < dp {
+            let samples = config.train.samples;
+            let reason = format!(
+                "stage {i} splits the {samples} samples of a microbatch over {dp} ranks, and some would have none"
+            );
+            let hint =
+                format!("train.batch = {} gives every rank one", dp * config.train.microbatches as usize);
+            return Err(config.stage_error(stage.table, "mesh", reason, &hint));
+        }
+        let ranks = (next..).map(Rank).take(stage.mesh.len()).collect();
+        next += stage.mesh.len() as u32;
+        teams.push(Team { mesh: stage.mesh.clone(), ranks, sequence_parallel: stage.sequence_parallel });
+    }
+    Ok(teams)
+}
+
+fn spec(config: &Config) -> Spec {
+    Spec {
+        // A search would try several numbers of chunks by itself, and the model may not have as many units.
+        chunks: config.pipeline.schedule.chunks(config.pipeline.chunks).ok().or(config.pipeline.chunks),
+        backward: config.pipeline.backward,
+        ..Spec::even(config.stages.len() as u32, config.train.microbatches)
+    }
+}
+
+/// One for equal stages: it tells which device has which stages.
+fn first_schedule(config: &Config) -> Result<Schedule, ConfigError> {
+    let refused = |error: GenerateError| {
+        let key = match error {
+            GenerateError::NotAMultiple { .. } | GenerateError::TooFew { .. } => "train.microbatches",
+            GenerateError::Chunks { .. } => "pipeline.chunks",
+            GenerateError::Backward { .. } => "pipeline.backward",
+            _ => "pipeline.schedule",
+        };
+        let value::BadValue { reason, hint } = value::split_hint(&error.to_string());
+        config.error(key, reason, hint)
+    };
+    generate(config.pipeline.schedule, &spec(config)).map_err(refused)
+}
+
+/// The schedule for the stages as they are.
+fn schedule(config: &Config, times: &[PassTimes], hop: f64) -> Result<Schedule, ConfigError> {
+    let seconds = |ns: u64| ns as f64 * 1e-9;
+    let cost = |t: &PassTimes| StageCost::new(seconds(t.f_ns), seconds(t.b_ns), seconds(t.w_ns));
+    let spec = Spec { work: times.iter().map(cost).collect(), hop: Hop::both(hop), ..spec(config) };
+    generate(config.pipeline.schedule, &spec).map_err(|error| {
+        let value::BadValue { reason, hint } = value::split_hint(&error.to_string());
+        config.error("pipeline.schedule", reason, hint)
+    })
+}
+
+/// The units of every stage.
+fn stages(
+    config: &Config,
+    model: &AnyModel,
+    work: &[UnitWork],
+    placement: &Placement,
+) -> Result<Vec<Range<usize>>, ConfigError> {
+    let given = config.stages.iter().filter(|stage| stage.layers.is_some()).count();
+    if given == 0 {
+        return balanced(config, work, placement);
+    }
+    if let Some(without) = config.stages.iter().find(|stage| stage.layers.is_none()) {
+        let reason = format!("{given} of {} stages say how many layers they have", config.stages.len());
+        let hint = "say it for all of them, or for none";
+        return Err(config.stage_error(without.table, "layers", reason, hint));
+    }
+    let layers = layers_by_stage(config, placement)?;
+    let (all, what) = match model {
+        AnyModel::Gpt(gpt) => (gpt.config().layers, "blocks"),
+        AnyModel::Unet(unet) => (unet.len(), "pieces"),
+    };
+    let sum: usize = layers.iter().sum();
+    if sum != all {
+        let last = config.stages.last().expect("there is a stage").table;
+        let reason = format!("the stages have {sum} {what} together, and the model has {all}");
+        return Err(config.stage_error(last, "layers", reason, "every one has to be on one stage"));
+    }
+    let gpt = matches!(model, AnyModel::Gpt(_));
+    let ends = |stage: usize| usize::from(gpt && stage == 0) + usize::from(gpt && stage + 1 == layers.len());
+    let mut next = 0;
+    let mut cuts = vec![];
+    for (stage, layers) in layers.iter().enumerate() {
+        let start = next;
+        next += layers + ends(stage);
+        if start == next {
+            let reason = format!("stage {stage} of the model would have nothing to compute");
+            let table = config.stages[placement.device(crossmesh_core::id::StageId::at(stage)).index()].table;
+            return Err(config.stage_error(
+                table,
+                "layers",
+                reason,
+                "give it a layer, or leave the stage out",
+            ));
+        }
+        cuts.push(start..next);
+    }
+    Ok(cuts)
+}
+
+/// What every stage was given; a single number is split evenly over a device's chunks.
+fn layers_by_stage(config: &Config, placement: &Placement) -> Result<Vec<usize>, ConfigError> {
+    let mut layers = vec![0; placement.num_stages()];
+    for (device, section) in placement.devices().zip(&config.stages) {
+        let own = placement.stages_on(device);
+        let counts = section.layers.as_deref().unwrap_or(&[]);
+        match counts {
+            [all] => {
+                for (i, stage) in own.iter().enumerate() {
+                    layers[stage.index()] = all / own.len() + usize::from(i < all % own.len());
+                }
+            }
+            counts if counts.len() == own.len() => {
+                own.iter().zip(counts).for_each(|(stage, count)| layers[stage.index()] = *count);
+            }
+            counts => {
+                let reason =
+                    format!("these are {} numbers, and the device has {} chunks", counts.len(), own.len());
+                let hint = "one number for the whole device, or one for each chunk, in model order";
+                return Err(config.stage_error(section.table, "layers", reason, hint));
+            }
+        }
+    }
+    Ok(layers)
+}
+
+fn balanced(
+    config: &Config,
+    work: &[UnitWork],
+    placement: &Placement,
+) -> Result<Vec<Range<usize>>, ConfigError> {
+    let weight = |unit: &UnitWork| match config.pipeline.balance {
+        Balance::Work => unit.passes(config.train.recompute).iter().sum(),
+        Balance::Parameters => unit.parameters as f64,
+    };
+    let weights: Vec<f64> = work.iter().map(weight).collect();
+    let share = |stage| config.stages[placement.device(stage).index()].mesh.len() as f64;
+    let shares: Vec<f64> = placement.stages().map(share).collect();
+    cut(&weights, &shares).ok_or_else(|| {
+        let reason = format!("the model has {} units, too few for {} stages", weights.len(), shares.len());
+        config.stage_error(
+            config.stages.last().map_or(0, |s| s.table),
+            "mesh",
+            reason,
+            "use fewer stages, or more layers",
+        )
+    })
+}
+
+fn cluster(config: &Config, teams: &[Team], described: Option<Cluster>) -> Result<Cluster, ConfigError> {
+    let ranks: usize = teams.iter().map(|t| t.ranks.len()).sum();
+    if let Some(cluster) = described {
+        let devices = cluster.num_devices();
+        if devices < ranks {
+            let reason = format!("the cluster has {devices} devices, and the stages have {ranks} ranks");
+            return Err(config.error(
+                "cluster.file",
+                reason,
+                "describe more hosts, or make the meshes smaller",
+            ));
+        }
+        return Ok(cluster);
+    }
+    let section = &config.cluster;
+    let host = |devices: usize| Host {
+        nic_out_bytes_per_s: section.nic_bytes_per_s,
+        nic_in_bytes_per_s: section.nic_bytes_per_s,
+        local_bytes_per_s: section.local_bytes_per_s,
+        ..Host::with_devices(devices as u32)
+    };
+    let runs: Vec<(usize, usize)> = match section.devices_per_host {
+        Some(each) => vec![(ranks, each as usize)],
+        None => teams.iter().map(|t| (t.ranks.len(), t.mesh.last_axis_len() as usize)).collect(),
+    };
+    let mut hosts = vec![];
+    for (mut left, each) in runs {
+        while left > 0 {
+            hosts.push(host(left.min(each)));
+            left -= left.min(each);
+        }
+    }
+    Ok(Cluster { latency_s: section.latency_s, ..Cluster::of_hosts(hosts) })
+}
+
+/// How long the passes of every stage are thought to take.
+fn times(
+    config: &Config,
+    work: &[UnitWork],
+    stages: &[Range<usize>],
+    placement: &Placement,
+    teams: &[Team],
+) -> Vec<PassTimes> {
+    let half = if config.train.precision == Precision::F64 { 0.5 } else { 1.0 };
+    let rate = config.cluster.flops * config.train.threads as f64 * half;
+    let stage_times = |(stage, units): (crossmesh_core::id::StageId, &Range<usize>)| {
+        let team = &teams[placement.device(stage).index()];
+        let tp = team.mesh.axes().iter().find(|a| a.name == "tp").map_or(1.0, |a| f64::from(a.len));
+        let each = config.train.samples as f64 / team.ranks.len() as f64;
+        let passes = work[units.clone()].iter().map(|unit| unit.passes(config.train.recompute));
+        let [f, b, w] = passes.fold([0.0; 3], |sum, one| [0, 1, 2].map(|i| sum[i] + one[i]));
+        let ns = |operations: f64| ((operations / rate * 1e9).round() as u64).max(1);
+        let parameters: u64 = work[units.clone()].iter().map(|unit| unit.parameters).sum();
+        PassTimes {
+            f_ns: ns(f * each),
+            b_ns: ns(b * each),
+            w_ns: ns(w * each),
+            optimizer_ns: ns(UPDATE_OPERATIONS * parameters as f64 / tp),
+        }
+    };
+    placement.stages().zip(stages).map(stage_times).collect()
+}
+
+/// The longest of what activations take from a stage to the next, over the narrowest NIC.
+fn hop_seconds(config: &Config, model: &AnyModel, stages: &[Range<usize>], cluster: &Cluster) -> f64 {
+    let width = config.train.precision.dtype().bytes() as f64;
+    let elements = |tensor: &Tensor| match &tensor.shape {
+        Shape::Rows { rows, cols } => rows * cols,
+        Shape::Samples(dims) => dims.iter().product(),
+        Shape::Ids { .. } | Shape::Number => 0,
+    };
+    let crossing = |units: &Range<usize>| {
+        let given = model.activations_given::<crate::kernels::cpu::Cpu<f32>>(units.end.saturating_sub(1));
+        given.iter().map(|t| elements(t) as f64).sum::<f64>() * config.train.samples as f64 * width
+    };
+    let bytes = stages[..stages.len() - 1].iter().map(crossing).fold(0.0, f64::max);
+    let nic = cluster.hosts.iter().map(Host::out_bytes_per_s).fold(f64::INFINITY, f64::min);
+    bytes / nic + cluster.latency_s
+}

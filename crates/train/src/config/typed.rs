@@ -1,0 +1,391 @@
+//! The sections of a config as the rest of the program wants them.
+
+use crossmesh_core::dtype::DType;
+use crossmesh_core::mesh::Mesh;
+use crossmesh_core::reshard::PlanOptions;
+use crossmesh_core::schedule::{Backward, Name};
+use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
+
+use crate::job::Update;
+use crate::models::gpt::GptConfig;
+use crate::models::unet::UnetConfig;
+use crate::optim::OptimizerConfig;
+use crate::optim::schedule::Schedule as Rate;
+use crate::stage::Recompute;
+
+use super::cut::Balance;
+use super::error::ConfigError;
+use super::keys::keys_of;
+use super::value::{Value, parse_mesh};
+use super::{Origin, Values};
+
+/// Which model, with its sizes.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ModelKind {
+    /// Without a vocabulary: it has what the data has.
+    Gpt {
+        config: GptConfig,
+        vocab: Option<usize>,
+    },
+    Unet(UnetConfig),
+}
+
+impl ModelKind {
+    pub(super) fn of(values: &Values) -> Result<Self, ConfigError> {
+        let count = |name: &str| values.count(&format!("model.{name}"));
+        let (heads, epsilon) = (count("heads"), values.number("model.epsilon"));
+        if values.text("model.kind") == "gpt" {
+            let vocab = values.maybe_count("model.vocab");
+            let (context, width) = (count("context"), count("width"));
+            let hidden = values.maybe_count("model.hidden").unwrap_or(4 * width);
+            let (tied, dropout) = (values.flag("model.tied"), values.number("model.dropout"));
+            let sizes = GptConfig::new(vocab.unwrap_or(1), context, width, count("layers"), heads);
+            let config = GptConfig { hidden, tied, dropout, epsilon, ..sizes };
+            return Ok(ModelKind::Gpt { config, vocab });
+        }
+        let Some(Value::Counts(multipliers)) = values.entry("model.multipliers").map(|e| e.value) else {
+            unreachable!("multipliers have a default")
+        };
+        let levels = multipliers.len();
+        let attention = match values.entry("model.attention").map(|e| e.value) {
+            Some(Value::Flags(flags)) => flags,
+            _ => (0..levels).map(|level| level + 1 < levels).collect(),
+        };
+        let (image, base) = (count("image"), count("base"));
+        Ok(ModelKind::Unet(UnetConfig {
+            image_channels: count("image_channels"),
+            multipliers: multipliers.iter().map(|&m| m as usize).collect(),
+            blocks: count("blocks"),
+            attention,
+            heads,
+            groups: count("groups"),
+            context_rows: count("context_rows"),
+            context_width: values.maybe_count("model.context_width").unwrap_or(base),
+            epsilon,
+            ..UnetConfig::new(image, base)
+        }))
+    }
+}
+
+/// What is trained on; whoever opens it knows files.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DataSection {
+    pub kind: DataKind,
+    pub seed: u64,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub enum DataKind {
+    Language { vocab: usize, groups: usize, branching: usize },
+    Text { paths: Vec<String>, tokenizer: Option<String>, end: Option<String>, validation: f64 },
+    Tokens { path: String, validation: f64 },
+    Images { waves: usize, classes: usize },
+}
+
+impl DataKind {
+    /// As a config has it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            DataKind::Language { .. } => "language",
+            DataKind::Text { .. } => "text",
+            DataKind::Tokens { .. } => "tokens",
+            DataKind::Images { .. } => "images",
+        }
+    }
+}
+
+impl DataSection {
+    pub(super) fn of(values: &Values) -> Result<Self, ConfigError> {
+        let count = |name: &str| values.count(&format!("data.{name}"));
+        let kind = values.kind_of("data").unwrap_or_default();
+        let paths = || match values.entry("data.path").map(|e| e.value) {
+            Some(Value::Texts(paths)) => Ok(paths),
+            _ => {
+                let reason = format!("data of kind \"{kind}\" comes from files, and none is named");
+                Err(values.error("data.path", reason, "path = \"my.txt\""))
+            }
+        };
+        let kind = match kind.as_str() {
+            "language" => DataKind::Language {
+                vocab: count("vocab"),
+                groups: count("groups"),
+                branching: count("branching"),
+            },
+            "text" => DataKind::Text {
+                paths: paths()?,
+                tokenizer: Some(values.text("data.tokenizer")).filter(|name| name != "bytes"),
+                end: values.maybe_text("data.end"),
+                validation: values.number("data.validation_share"),
+            },
+            "tokens" => DataKind::Tokens {
+                path: one_path(values, paths()?)?,
+                validation: values.number("data.validation_share"),
+            },
+            _ => DataKind::Images { waves: count("waves"), classes: count("classes") },
+        };
+        Ok(Self { kind, seed: count("seed") as u64 })
+    }
+}
+
+fn one_path(values: &Values, paths: Vec<String>) -> Result<String, ConfigError> {
+    match <[String; 1]>::try_from(paths) {
+        Ok([path]) => Ok(path),
+        Err(paths) => {
+            let reason = format!("these are {} token files, and there can be one", paths.len());
+            Err(values.error("data.path", reason, "pack them into one"))
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Precision {
+    F32,
+    F64,
+}
+
+impl Precision {
+    pub fn dtype(self) -> DType {
+        match self {
+            Precision::F32 => DType::F32,
+            Precision::F64 => DType::F64,
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Train {
+    pub steps: u64,
+    pub microbatches: u32,
+    /// Of a microbatch.
+    pub samples: usize,
+    pub precision: Precision,
+    pub seed: u64,
+    pub threads: usize,
+    pub recompute: Recompute,
+    pub overlap: bool,
+}
+
+impl Train {
+    pub(super) fn of(values: &Values) -> Result<Self, ConfigError> {
+        let count = |name: &str| values.count(&format!("train.{name}"));
+        let (batch, microbatches) = (count("batch"), count("microbatches"));
+        if !batch.is_multiple_of(microbatches) {
+            let reason = format!("{batch} samples do not divide among {microbatches} microbatches");
+            let (below, above) = (batch / microbatches * microbatches, batch.next_multiple_of(microbatches));
+            let hint = if below == 0 { format!("use {above}") } else { format!("use {below} or {above}") };
+            return Err(values.error("train.batch", reason, hint));
+        }
+        let Ok(few) = u32::try_from(microbatches) else {
+            return Err(values.error("train.microbatches", "this is more than 2^32", "use fewer"));
+        };
+        Ok(Self {
+            steps: count("steps") as u64,
+            microbatches: few,
+            samples: batch / microbatches,
+            precision: if values.text("train.dtype") == "f64" { Precision::F64 } else { Precision::F32 },
+            seed: count("seed") as u64,
+            threads: count("threads"),
+            recompute: match values.text("train.recompute").as_str() {
+                "attention" => Recompute::Attention,
+                "full" => Recompute::Everything,
+                _ => Recompute::Nothing,
+            },
+            overlap: values.flag("train.overlap"),
+        })
+    }
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct OptimizerSection {
+    pub update: Update,
+}
+
+impl OptimizerSection {
+    pub(super) fn of(values: &Values) -> Result<Self, ConfigError> {
+        let number = |name: &str| values.number(&format!("optimizer.{name}"));
+        let weight_decay = number("weight_decay");
+        let optimizer = match values.text("optimizer.kind").as_str() {
+            "sgd" => OptimizerConfig::Sgd { momentum: number("momentum"), weight_decay },
+            _ => OptimizerConfig::AdamW {
+                beta1: number("beta1"),
+                beta2: number("beta2"),
+                epsilon: number("epsilon"),
+                weight_decay,
+            },
+        };
+        let (peak, steps) = (number("learning_rate"), values.count("train.steps") as u64);
+        let warmup_steps = values.count("optimizer.warmup") as u64;
+        let constant = values.text("optimizer.schedule") == "constant";
+        let floor = values.maybe_number("optimizer.floor");
+        if warmup_steps > steps {
+            let reason = format!("the rate would still rise after {steps} steps");
+            return Err(values.error("optimizer.warmup", reason, format!("use {steps} at most")));
+        }
+        if constant && floor.is_some_and(|floor| floor != peak) {
+            let hint = "leave `floor` out, or take the schedule \"cosine\"";
+            return Err(values.error("optimizer.floor", "a constant rate does not fall", hint));
+        }
+        let floor = floor.unwrap_or(if constant { peak } else { peak / 10.0 });
+        // After warm-up a constant rate is at its floor, which is its peak.
+        let total_steps = if constant { warmup_steps } else { steps };
+        let clip = number("clip");
+        Ok(Self {
+            update: Update {
+                optimizer,
+                rate: Rate { peak, warmup_steps, total_steps, floor },
+                clip: (clip > 0.0).then_some(clip),
+                zero: values.count("optimizer.zero") == 1,
+                bucket_bytes: checked(values, "optimizer.bucket", parse_bytes)?,
+            },
+        })
+    }
+}
+
+/// A quantity that was checked when it was read.
+fn checked<T, E: std::fmt::Display>(
+    values: &Values,
+    path: &str,
+    parse: impl Fn(&str) -> Result<T, E>,
+) -> Result<T, ConfigError> {
+    parse(&values.text(path)).map_err(|e| values.error(path, e.to_string(), ""))
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Pipeline {
+    pub schedule: Name,
+    pub chunks: Option<u32>,
+    pub backward: Option<Backward>,
+    pub balance: Balance,
+    /// How activations and gradients cross between stages.
+    pub plan: PlanOptions,
+}
+
+impl Pipeline {
+    pub(super) fn of(values: &Values) -> Self {
+        Self {
+            schedule: values.text("pipeline.schedule").parse().expect("checked when it was read"),
+            chunks: values.maybe_count("pipeline.chunks").map(|n| n.min(u32::MAX as usize) as u32),
+            backward: values.maybe_text("pipeline.backward").map(|word| match word.as_str() {
+                "fused" => Backward::Fused,
+                _ => Backward::Split,
+            }),
+            balance: match values.text("pipeline.balance").as_str() {
+                "parameters" => Balance::Parameters,
+                _ => Balance::Work,
+            },
+            plan: PlanOptions {
+                strategy: values.text("pipeline.strategy").parse().expect("checked when it was read"),
+                ..PlanOptions::default()
+            },
+        }
+    }
+}
+
+/// A device of the pipeline.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StageSection {
+    pub mesh: Mesh,
+    /// Given: blocks or pieces, one number or one a chunk.
+    pub layers: Option<Vec<usize>>,
+    pub sequence_parallel: bool,
+    /// Which `[[stage]]` of the file says so.
+    pub table: usize,
+}
+
+/// More devices than this are taken for a typing mistake.
+const MAX_STAGES: usize = 4096;
+
+pub(super) fn stages(values: &Values) -> Result<Vec<StageSection>, ConfigError> {
+    let tables = values.document.tables("stage");
+    let mut stages: Vec<StageSection> = vec![];
+    for table in 0..tables.len().max(1) {
+        let given = tables.get(table);
+        let entry = |name: &str| {
+            let key = keys_of("stage").find(|key| key.name == name).expect("a key of a stage");
+            values.entry_in(given, key)
+        };
+        let text = match entry("mesh").map(|e| e.value) {
+            Some(Value::Text(text)) => text,
+            _ => "1".into(),
+        };
+        let layers = match entry("layers").map(|e| e.value) {
+            Some(Value::Counts(counts)) => Some(counts.iter().map(|&n| n as usize).collect()),
+            _ => None,
+        };
+        let repeat =
+            entry("repeat").map_or(1, |e| if let Value::Count(n) = e.value { n as usize } else { 1 });
+        if stages.len() + repeat > MAX_STAGES {
+            let origin = entry("repeat").map_or(Origin::Default, |e| e.origin);
+            let reason = format!("these are more than {MAX_STAGES} stages");
+            return Err(super::error(&origin, &format!("stage.{table}.repeat"), reason, "use fewer"));
+        }
+        for _ in 0..repeat {
+            let mesh = parse_mesh(&format!("S{}", stages.len()), &text).expect("checked when it was read");
+            let sequence_parallel = entry("sequence_parallel").map(|e| e.value) == Some(Value::Flag(true));
+            stages.push(StageSection { mesh, layers: layers.clone(), sequence_parallel, table });
+        }
+    }
+    Ok(stages)
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct ClusterSection {
+    pub file: Option<String>,
+    pub devices_per_host: Option<u32>,
+    pub nic_bytes_per_s: f64,
+    pub local_bytes_per_s: f64,
+    pub latency_s: f64,
+    /// Of a thread, in f32.
+    pub flops: f64,
+}
+
+impl ClusterSection {
+    pub(super) fn of(values: &Values) -> Result<Self, ConfigError> {
+        let flops = values.number("cluster.flops");
+        if flops < 1.0 {
+            let reason = format!("{flops} operations a second compute nothing");
+            return Err(values.error("cluster.flops", reason, "3e10 is a core of a laptop"));
+        }
+        Ok(Self {
+            file: values.maybe_text("cluster.file"),
+            devices_per_host: values.maybe_count("cluster.devices_per_host").map(|n| n as u32),
+            nic_bytes_per_s: checked(values, "cluster.nic", parse_rate)?,
+            local_bytes_per_s: checked(values, "cluster.local", parse_rate)?,
+            latency_s: checked(values, "cluster.latency", parse_seconds)?,
+            flops,
+        })
+    }
+}
+
+/// Checkpoints.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Saving {
+    pub folder: String,
+    /// Steps; 0: never.
+    pub every: u64,
+    pub keep: usize,
+}
+
+impl Saving {
+    pub(super) fn of(values: &Values, name: &str) -> Self {
+        let folder = values.maybe_text("checkpoint.folder");
+        Self {
+            folder: folder.unwrap_or_else(|| format!("{}/checkpoints", Log::of(values, name).folder)),
+            every: values.count("checkpoint.every") as u64,
+            keep: values.count("checkpoint.keep"),
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Log {
+    pub folder: String,
+    pub every: u64,
+}
+
+impl Log {
+    pub(super) fn of(values: &Values, name: &str) -> Self {
+        let folder = values.maybe_text("log.folder").unwrap_or_else(|| format!("runs/{name}"));
+        Self { folder, every: values.count("log.every") as u64 }
+    }
+}

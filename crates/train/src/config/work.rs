@@ -1,0 +1,124 @@
+//! What the units of a model compute and weigh, for cutting it into stages and for predictions: multiplications and additions of matrix products,
+//! convolutions and attention; all else is small beside them.
+
+use crate::chain::{Model, Setup, Shape};
+use crate::kernels::cpu::Cpu;
+use crate::models::gpt::{Gpt, GptConfig};
+use crate::models::unet::Unet;
+use crate::parameter::Parameters;
+use crate::place::Place;
+use crate::stage::Recompute;
+
+/// Operations of a unit for one sample, and its weights.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct UnitWork {
+    /// Products with weights: as many again in B, and in W.
+    pub matrix: f64,
+    /// Products of activations with each other: twice as many in B, none in W.
+    pub attention: f64,
+    pub parameters: u64,
+}
+
+impl UnitWork {
+    /// Operations of F, B and W.
+    pub fn passes(&self, recompute: Recompute) -> [f64; 3] {
+        let forward = self.matrix + self.attention;
+        let again = match recompute {
+            Recompute::Nothing => 0.0,
+            Recompute::Attention => self.attention,
+            Recompute::Everything => forward,
+        };
+        [forward, self.matrix + 2.0 * self.attention + again, self.matrix]
+    }
+}
+
+/// By unit.
+pub fn unit_work(model: &super::resolve::AnyModel) -> Vec<UnitWork> {
+    match model {
+        super::resolve::AnyModel::Gpt(gpt) => gpt_work(gpt),
+        super::resolve::AnyModel::Unet(unet) => unet_work(unet),
+    }
+}
+
+/// Weights of a unit that are matrices, and all of them.
+fn weights(model: &dyn Model<Cpu<f32>>, unit: usize) -> (u64, u64) {
+    let (place, setup) = (Place::alone(), Setup::alone(1, 0));
+    let mut parameters = Parameters::new::<f32>(&place);
+    model.unit(unit, &setup, &mut parameters);
+    let list = parameters.into_list();
+    let count = |matrices: bool| {
+        list.iter().filter(|p| !matrices || p.layout.shape().len() > 1).map(|p| p.range.len() as u64).sum()
+    };
+    (count(true), count(false))
+}
+
+fn gpt_work(gpt: &Gpt) -> Vec<UnitWork> {
+    let GptConfig { vocab, context, width, layers, hidden, .. } = gpt.config().clone();
+    let [vocab, rows, width, hidden] = [vocab, context, width, hidden].map(|n| n as f64);
+    let work = |unit: usize| {
+        let (matrix, attention) = match unit {
+            0 => (rows * width, 0.0),
+            unit if unit <= layers => {
+                let columns = 4.0 * width + 2.0 * hidden;
+                // Scores and their sums of values, for the half of the pairs that is not masked.
+                (2.0 * rows * width * columns, 2.0 * rows * rows * width)
+            }
+            _ => (2.0 * rows * width * vocab, 0.0),
+        };
+        UnitWork { matrix, attention, parameters: weights(gpt, unit).1 }
+    };
+    (0..layers + 2).map(work).collect()
+}
+
+fn unet_work(unet: &Unet) -> Vec<UnitWork> {
+    let model: &dyn Model<Cpu<f32>> = unet;
+    let work = |unit: usize| {
+        let interface = model.interface(unit);
+        let hidden = interface.gives.iter().chain(&interface.takes).find(|t| t.name == "h");
+        let (pixels, channels) = match hidden.map(|t| &t.shape) {
+            Some(Shape::Samples(dims)) => ((dims[0] * dims[1]) as f64, dims[2] as f64),
+            _ => (1.0, 1.0),
+        };
+        let attends = interface.reads.iter().any(|t| t.name == "context");
+        let (matrices, parameters) = weights(model, unit);
+        UnitWork {
+            matrix: 2.0 * matrices as f64 * pixels,
+            attention: if attends { 4.0 * pixels * pixels * channels } else { 0.0 },
+            parameters,
+        }
+    };
+    (0..unet.len()).map(work).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::resolve::AnyModel;
+    use crate::models::unet::UnetConfig;
+
+    #[test]
+    fn a_gpt_weighs_what_the_formulas_say() {
+        let config = GptConfig::new(100, 16, 24, 3, 4);
+        let work = unit_work(&AnyModel::Gpt(Gpt::new(config).unwrap()));
+        assert_eq!(work.len(), 5);
+        // GPT-2's block: 12 d² and 13 d.
+        assert_eq!(work[1].parameters, 12 * 24 * 24 + 13 * 24);
+        assert_eq!(work[0].parameters, 100 * 24 + 16 * 24);
+        assert_eq!(work[1].matrix, 2.0 * 16.0 * 12.0 * 24.0 * 24.0);
+        let [f, b, w] = work[1].passes(Recompute::Nothing);
+        assert!(f < b && w < f);
+        assert_eq!(work[1].passes(Recompute::Everything)[1], b + f);
+    }
+
+    #[test]
+    fn most_of_a_u_transformer_is_where_images_are_large() {
+        let config = UnetConfig { groups: 8, heads: 4, ..UnetConfig::new(16, 32) };
+        let work = unit_work(&AnyModel::Unet(Unet::new(config).unwrap()));
+        assert!(work.iter().all(|w| w.matrix > 0.0 && w.parameters > 0), "{work:?}");
+        assert_eq!(
+            work.iter().filter(|w| w.attention > 0.0).count(),
+            3 + 1 + 6,
+            "three levels down, the middle, and up"
+        );
+    }
+}

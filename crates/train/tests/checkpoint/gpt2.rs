@@ -1,0 +1,198 @@
+//! GPT-2's file: written as the reference implementation reads it, and read as others write it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use crossmesh_core::id::Rank;
+use crossmesh_core::mesh::Mesh;
+use crossmesh_train::chain::{Chain, Setup};
+use crossmesh_train::checkpoint::{
+    Checkpoint, Convert, Facts, Moments, Sharding, Snapshot, StageState, StageTarget, gpt2,
+};
+use crossmesh_train::group::in_process;
+use crossmesh_train::kernels::cpu::Cpu;
+use crossmesh_train::models::gpt::{Gpt, GptConfig};
+use crossmesh_train::parameter::{Parameter, initial};
+use crossmesh_train::place::Place;
+use crossmesh_train::stage::Stage;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView, serialize};
+
+use crate::world::store;
+
+const SEED: u64 = 3;
+
+fn config(tied: bool) -> GptConfig {
+    GptConfig { tied, hidden: 31, dropout: 0.25, epsilon: 2e-5, ..GptConfig::new(13, 7, 20, 2, 5) }
+}
+
+/// The parameters of a model on a rank.
+fn parameters(config: &GptConfig, place: &Place) -> Vec<Parameter> {
+    let model = Gpt::new(config.clone()).unwrap();
+    let setup = Setup { place: place.clone(), ..Setup::alone(1, 0) };
+    let group = in_process::<f32>(place.tp().size).swap_remove(place.tp().rank);
+    let cpu = std::sync::Arc::new(Cpu::<f32>::new(1));
+    Chain::new(&model, 0..config.layers + 2, cpu, group, setup).unwrap().parameters().to_vec()
+}
+
+/// A model as it starts, saved on a mesh.
+fn saved(config: &GptConfig, mesh: &str, folder: &Path) -> PathBuf {
+    let mesh: Mesh = mesh.parse().unwrap();
+    let store = store(folder, 1);
+    let report = |position: usize| {
+        let place = Place::new(mesh.clone(), position).unwrap();
+        let parameters = &parameters(config, &place);
+        let values = &initial::<f32>(parameters, place.coord(), SEED);
+        let moments = Moments { names: &[], values: vec![], shard: 0..0, sharding: Sharding::Replicated };
+        let state = StageState { parameters, place: &place, values, moments, elsewhere: &[] };
+        let snapshot = Snapshot::take(9, Rank(position as u32), &[state]).unwrap();
+        store.write(snapshot).report()
+    };
+    let reports: Vec<_> = (0..mesh.len()).map(report).collect();
+    let (model, run) = (gpt2::model_json(config), serde_json::Value::Null);
+    let facts = Facts { step: 9, samples: 1, seed: SEED, model, run, optimizer: None };
+    store.commit(&facts, &reports).unwrap()
+}
+
+/// All parameters of a checkpoint, on one rank.
+fn loaded(config: &GptConfig, path: &Path) -> Vec<f32> {
+    let place = Place::alone();
+    let parameters = parameters(config, &place);
+    let mut values = vec![f32::NAN; parameters.last().unwrap().range.end];
+    let target = StageTarget { parameters: &parameters, place: &place, values: &mut values, moments: None };
+    let restored = Checkpoint::open(path).unwrap().load(&mut [target], Convert::No).unwrap();
+    assert!(!restored.moments);
+    values
+}
+
+fn start(config: &GptConfig) -> Vec<f32> {
+    initial(&parameters(config, &Place::alone()), &[0, 0], SEED)
+}
+
+#[test]
+fn there_and_back() {
+    for tied in [true, false] {
+        let config = config(tied);
+        let folder = tempfile::tempdir().unwrap();
+        let path = saved(&config, "A{dp:2,tp:3}", &folder.path().join("a"));
+        let exported = gpt2::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out")).unwrap();
+        assert_eq!(std::fs::metadata(&exported.model).unwrap().len(), exported.bytes);
+        let back = gpt2::import::<f32>(&exported.model, None, &store(&folder.path().join("b"), 1)).unwrap();
+        assert_eq!(back.config, config);
+        assert_eq!(loaded(&config, &back.path), start(&config));
+        assert_eq!(gpt2::gpt_config(&Checkpoint::open(&back.path).unwrap()).unwrap(), config);
+        // Twice into one folder would put one of them aside.
+        let again = gpt2::import::<f32>(&exported.model, None, &store(&folder.path().join("b"), 1));
+        assert!(again.unwrap_err().to_string().contains("already"));
+    }
+}
+
+#[test]
+fn the_file_has_the_names_and_shapes_of_transformers() {
+    let folder = tempfile::tempdir().unwrap();
+    for tied in [true, false] {
+        let path = saved(&config(tied), "A{tp:2}", &folder.path().join(format!("{tied}")));
+        let exported = gpt2::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out")).unwrap();
+        let bytes = std::fs::read(&exported.model).unwrap();
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
+        assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let shapes: BTreeMap<String, Vec<usize>> =
+            tensors.iter().map(|(name, t)| (name.to_string(), t.shape().to_vec())).collect();
+        assert_eq!(shapes["transformer.wte.weight"], [13, 20]);
+        assert_eq!(shapes["transformer.wpe.weight"], [7, 20]);
+        assert_eq!(shapes["transformer.h.0.attn.c_attn.weight"], [20, 60]);
+        assert_eq!(shapes["transformer.h.0.attn.c_attn.bias"], [60]);
+        assert_eq!(shapes["transformer.h.1.attn.c_proj.weight"], [20, 20]);
+        assert_eq!(shapes["transformer.h.1.mlp.c_fc.weight"], [20, 31]);
+        assert_eq!(shapes["transformer.h.1.mlp.c_proj.weight"], [31, 20]);
+        assert_eq!(shapes.contains_key("lm_head.weight"), !tied);
+        assert_eq!(shapes.len(), 2 + 2 * 12 + 2 + usize::from(!tied));
+        let config: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(&exported.config).unwrap()).unwrap();
+        assert_eq!(config["n_head"], 5);
+        assert_eq!(config["n_inner"], 31);
+        assert_eq!(config["layer_norm_epsilon"], 2e-5);
+        assert_eq!(config["tie_word_embeddings"], tied);
+    }
+}
+
+/// A file as the reference implementation writes it, from tensors by name.
+fn write(path: &Path, tensors: &BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>) {
+    let views = tensors
+        .iter()
+        .map(|(n, (dtype, shape, data))| (n.clone(), TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(path, serialize(views, None).unwrap()).unwrap();
+}
+
+/// An exported model's tensors under the names of the first GPT-2 files, in another type.
+fn older(folder: &Path, dtype: Dtype) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
+    let path = saved(&config(true), "A{dp:1}", &folder.join("older"));
+    let exported = gpt2::export(&Checkpoint::open(&path).unwrap(), &folder.join("exported")).unwrap();
+    let bytes = std::fs::read(exported.model).unwrap();
+    let number = |b: &[u8; 4]| match dtype {
+        Dtype::BF16 => half::bf16::from_f32(f32::from_le_bytes(*b)).to_le_bytes().to_vec(),
+        Dtype::F64 => f64::from(f32::from_le_bytes(*b)).to_le_bytes().to_vec(),
+        _ => b.to_vec(),
+    };
+    let mut tensors: BTreeMap<_, _> = SafeTensors::deserialize(&bytes)
+        .unwrap()
+        .iter()
+        .map(|(name, t)| {
+            let data = t.data().as_chunks().0.iter().flat_map(number).collect();
+            (name.trim_start_matches("transformer.").to_string(), (dtype, t.shape().to_vec(), data))
+        })
+        .collect();
+    tensors.insert("h.0.attn.bias".into(), (Dtype::BOOL, vec![1, 1, 7, 7], vec![1; 49]));
+    tensors
+}
+
+#[test]
+fn older_files_are_read() {
+    for (dtype, step) in [(Dtype::F32, 0.0), (Dtype::F64, 0.0), (Dtype::BF16, 1.0 / 256.0)] {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("pytorch.safetensors");
+        write(&file, &older(folder.path(), dtype));
+        let store = store(&folder.path().join("b"), 1);
+        let error = gpt2::import::<f32>(&file, None, &store).unwrap_err().to_string();
+        assert!(error.contains("nobody knows its heads"), "{error}");
+        let imported = gpt2::import::<f32>(&file, Some(5), &store).unwrap();
+        assert!(imported.config.tied);
+        let values = loaded(&imported.config, &imported.path);
+        for (a, b) in values.iter().zip(start(&config(true))) {
+            assert!((a - b).abs() <= b.abs() * step, "{a} {b}");
+        }
+    }
+}
+
+#[test]
+fn what_is_no_gpt2_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.safetensors");
+    let good = older(folder.path(), Dtype::F32);
+    let refused = |tensors: &BTreeMap<_, _>, config: Option<&str>, word: &str| {
+        write(&file, tensors);
+        let beside = folder.path().join("config.json");
+        let _ = std::fs::remove_file(&beside);
+        config.into_iter().for_each(|text| std::fs::write(&beside, text).unwrap());
+        let error = gpt2::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
+        assert!(error.to_string().contains(word), "{error}");
+    };
+    let without =
+        |name: &str| good.iter().filter(|t| t.0 != name).map(|(n, t)| (n.clone(), t.clone())).collect();
+    refused(&without("wpe.weight"), None, "it has no `wpe.weight`");
+    refused(&without("h.1.mlp.c_fc.bias"), None, "it has no `h.1.mlp.c_fc.bias`");
+    let mut other = good.clone();
+    other.insert("h.0.attn.rotary".into(), (Dtype::F32, vec![1], vec![0; 4]));
+    refused(&other, None, "`h.0.attn.rotary` is no tensor of a GPT-2");
+    let mut other = good.clone();
+    other.insert("ln_f.bias".into(), (Dtype::I32, vec![20], vec![0; 80]));
+    refused(&other, None, "`ln_f.bias` is I32");
+    other.insert("ln_f.bias".into(), (Dtype::F32, vec![4, 5], vec![0; 80]));
+    refused(&other, None, "`ln_f.bias` has the shape [4, 5], not [20]");
+    refused(&good, Some(r#"{"activation_function": "relu"}"#), "activation_function is \"relu\"");
+    refused(&good, Some("{"), "config.json: it is no JSON");
+    std::fs::write(&file, b"\x80\x02}q\x00.....").unwrap();
+    let error = gpt2::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
+    assert!(error.to_string().contains("no safetensors file"), "{error}");
+}

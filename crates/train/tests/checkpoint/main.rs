@@ -1,0 +1,7 @@
+//! Checkpoints: saved on any layout, loaded on any other; damage is found; a crash at any moment leaves the last complete one.
+
+mod crash;
+mod faults;
+mod gpt2;
+mod layouts;
+mod world;

@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Compares our GPT with Hugging Face transformers' GPT-2, both ways. Run by hand:
+
+    python3 -m venv .venv && .venv/bin/pip install torch transformers
+    cargo build --release -p crossmesh-cli -p crossmesh-train --example gpt_logits --bin crossmesh
+    .venv/bin/python tests/transformers_export.py target/release
+
+- out: an untrained model of ours (no weight of it zero or one) is exported; transformers loads it, and says the same about tokens.
+- in:  a model of transformers is saved, imported, and says the same about tokens here.
+- in:  the same with the names of the first GPT-2 files (no prefix, masks among the weights).
+- back: what was imported and exported again is bit by bit the file it came from.
+
+Same means: logits within 1e-4 and the loss within 1e-5, f32 on both sides. Ends with an error where they are not.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import safetensors.torch
+import torch
+import transformers
+
+LOGITS, LOSS = 1e-4, 1e-5
+# vocab, context, width, layers, heads, hidden
+SIZES = [(13, 7, 20, 2, 5, 31), (97, 32, 48, 3, 4, 192), (512, 64, 128, 6, 8, 512)]
+
+
+def call(*command):
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stderr}")
+    return done.stdout
+
+
+def tokens(vocab, context, samples=2):
+    return torch.tensor([[(i * 7 + s * 5 + i * i * 3) % vocab for i in range(context)] for s in range(samples)])
+
+
+def ours(bins, checkpoint, ids):
+    flat = ",".join(str(t) for t in ids.flatten().tolist())
+    said = json.loads(call(bins / "examples" / "gpt_logits", checkpoint, flat))
+    return torch.tensor(said["logits"]).reshape(*ids.shape, -1), said["loss"]
+
+
+def theirs(model, ids):
+    with torch.no_grad():
+        logits = model.eval()(ids).logits
+    targets = ids.flatten().roll(-1)
+    return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets).item()
+
+
+def compare(what, a, b):
+    logits = (a[0] - b[0]).abs().max().item()
+    loss = abs(a[1] - b[1])
+    print(f"{what:38} logits {logits:.1e} of {b[0].abs().max().item():.1f}   loss {loss:.1e} of {b[1]:.4f}")
+    assert a[0].shape == b[0].shape, (a[0].shape, b[0].shape)
+    assert logits <= LOGITS and loss <= LOSS, what
+
+
+def outwards(bins, folder, sizes, tied):
+    flags = [] if tied else ["--untied"]
+    new = call(bins / "examples" / "gpt_logits", "--new", folder / "new", ",".join(map(str, sizes)), *flags)
+    checkpoint = new.strip()
+    call(bins / "crossmesh", "checkpoint", "export", checkpoint, "-o", folder / "exported")
+    model, info = transformers.GPT2LMHeadModel.from_pretrained(folder / "exported", output_loading_info=True)
+    lost = {key: value for key, value in info.items() if value}
+    assert not lost, lost
+    ids = tokens(*sizes[:2])
+    compare(f"out {sizes} {'tied' if tied else 'untied'}", ours(bins, checkpoint, ids), theirs(model, ids))
+
+
+def inwards(bins, folder, sizes, tied, older):
+    vocab, context, width, layers, heads, hidden = sizes
+    torch.manual_seed(5)
+    config = transformers.GPT2Config(
+        vocab_size=vocab, n_positions=context, n_embd=width, n_layer=layers, n_head=heads, n_inner=hidden,
+        initializer_range=0.1, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, weight.mean().item(), 0.1)
+    model.save_pretrained(folder / "theirs")
+    path = folder / "theirs" / "model.safetensors"
+    if older:
+        weights = safetensors.torch.load_file(path)
+        weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+        weights |= {f"h.{i}.attn.bias": torch.ones(1, 1, context, context) for i in range(layers)}
+        safetensors.torch.save_file(weights, path)
+    call(bins / "crossmesh", "checkpoint", "import", path, "-o", folder / "imported")
+    ids = tokens(vocab, context)
+    checkpoint = folder / "imported" / "step-00000000"
+    name = f"in  {sizes} {'older' if older else 'tied' if tied else 'untied'}"
+    compare(name, ours(bins, checkpoint, ids), theirs(model, ids))
+    call(bins / "crossmesh", "checkpoint", "export", folder / "imported", "-o", folder / "back")
+    back = safetensors.torch.load_file(folder / "back" / "model.safetensors")
+    state = {name: weight for name, weight in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    assert back.keys() == state.keys(), back.keys() ^ state.keys()
+    assert all(torch.equal(back[name], weight) for name, weight in state.items())
+
+
+def main():
+    bins = pathlib.Path(sys.argv[1])
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}")
+    for sizes in SIZES:
+        for tied in [True, False]:
+            with tempfile.TemporaryDirectory() as folder:
+                outwards(bins, pathlib.Path(folder), sizes, tied)
+            for older in [False, True] if tied else [False]:
+                with tempfile.TemporaryDirectory() as folder:
+                    inwards(bins, pathlib.Path(folder), sizes, tied, older)
+    print("the same")
+
+
+if __name__ == "__main__":
+    main()
