@@ -122,7 +122,7 @@ fn cell(s: &StrategyResult, best: f64) -> String {
         |over: Option<f64>| over.map_or(String::new(), |o| format!("<span class=\"over\">×{o:.2}</span>"));
     let measured = s.measured.as_ref().map_or(String::new(), |m| {
         let (time, wrong) = (Seconds(m.median_s), if m.verified { "" } else { " WRONG" });
-        format!("<br>{time}{}{wrong}", over(m.over_bound))
+        format!("<br><span class=\"plain\">{time}{}{wrong}</span>", over(m.over_bound))
     });
     format!("<td class=\"{class}\">{}{}{measured}</td>", Seconds(seconds), over(s.over_bound))
 }
@@ -154,9 +154,11 @@ fn bars_of(case: &CaseResult) -> Vec<Bar<'_>> {
 fn bars(case: &CaseResult) -> String {
     let all = bars_of(case);
     let reach = all.iter().filter_map(|bar| bar.over_bound).fold(1.0, f64::max).min(CLIP) * 1.02;
-    let x = |over: f64| LEFT + WIDTH * (over.min(reach) / reach);
+    // Words behind the bars take their room from them.
+    let words = if all.iter().any(|bar| !bar.word.is_empty()) { 70.0 } else { 0.0 };
+    let x = |over: f64| LEFT + (WIDTH - words) * (over.min(reach) / reach);
     let (top, height) = (26.0, 30.0 + BAR * all.len() as f64);
-    let width = LEFT + WIDTH + if all.iter().any(|bar| !bar.word.is_empty()) { 130.0 } else { 60.0 };
+    let width = LEFT + WIDTH + 60.0;
     let mut svg = format!(
         "<svg width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{}\">\n",
         escape(&case.name)
