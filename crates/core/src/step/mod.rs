@@ -23,6 +23,7 @@
 //! ```
 
 mod blocking;
+mod check;
 mod coarse;
 pub mod doc;
 mod error;

@@ -1,0 +1,272 @@
+//! The ops of a crossing, once for every microbatch that crosses: copies of its plan's, with what they wait for beyond it.
+
+use std::collections::BTreeMap;
+
+use super::rank_ops::done;
+use super::{Builder, Ends, Instance, STAGING_TURNS, Staging};
+use crate::id::{MicrobatchId, Rank};
+use crate::program::{Buffer, Dep, Op, OpKind, RankProgram};
+use crate::schedule::{Pass, PassKind};
+use crate::step::{Carries, Crossing, Direction};
+
+impl Builder<'_> {
+    /// Emits the ops of a crossing for a microbatch.
+    pub(super) fn cross(&mut self, crossing: usize, direction: Direction, microbatch: MicrobatchId) {
+        let plan = &self.lowered[crossing][direction as usize];
+        let old = self.last_in_buffer(crossing, direction);
+        let count = self.produced[crossing][direction as usize].len() as u32;
+        let id = self.instances.len() as u32;
+        let buffer = count % self.buffers[crossing][direction as usize];
+        let (slot, before) = self.slot(crossing, direction, microbatch);
+        let mut instance =
+            Instance { crossing: crossing as u32, direction, microbatch, buffer, slot, ops: vec![] };
+        if !self.step.overlap && self.step.lockstep {
+            self.cross_together(crossing);
+        }
+        let mut ends = BTreeMap::new();
+        for (rank, ranked) in (0..).map(Rank).zip(&plan.ranks).filter(|(_, r)| !r.ops.is_empty()) {
+            let first = self.ranks[rank.index()].ops.len() as u32;
+            let room = match self.step.keeps(crossing, rank) {
+                true => self.room_in_slot(crossing, before, rank),
+                false => self.room(crossing, direction, microbatch, rank, old),
+            };
+            let copied = self.copy_ops(rank, ranked, id, (crossing, direction, count), microbatch, room);
+            instance.ops.push((rank, first..first + ranked.ops.len() as u32));
+            ends.insert(rank, copied);
+        }
+        let tags = plan.ranks.iter().flat_map(|r| &r.ops).filter_map(|op| match op.kind {
+            OpKind::Send { tag, .. } => Some(tag + 1),
+            _ => None,
+        });
+        self.next_tag += tags.max().unwrap_or(0);
+        if !self.step.overlap {
+            self.confirm(&instance);
+        }
+        self.instances.push(instance);
+        self.ends.push(ends);
+        self.produced[crossing][direction as usize].push(id);
+        self.brings.insert((crossing as u32, direction, microbatch), id);
+    }
+
+    /// Lets the ranks of both ends start a blocking crossing together.
+    fn cross_together(&mut self, crossing: usize) {
+        let (edge, placement) = (self.step.crossings[crossing].edge, self.step.schedule.placement());
+        let ends = [edge.from, edge.to].map(|stage| self.step.ranks_of(placement.device(stage)));
+        let ranks = ends.concat();
+        let mut needs: Vec<(Vec<u32>, Vec<u32>)> =
+            ranks.iter().map(|r| (vec![], std::mem::take(&mut self.ranks[r.index()].before))).collect();
+        self.begin_together(&ranks, &mut needs);
+        for (rank, (_, before)) in ranks.iter().zip(needs) {
+            self.ranks[rank.index()].before = before;
+        }
+    }
+
+    /// Where communication blocks, a sender stands still until its message has arrived, not only until it has left: every
+    /// receiver says so.
+    fn confirm(&mut self, instance: &Instance) {
+        let mut arrived: BTreeMap<(Rank, Rank), Vec<u32>> = BTreeMap::new();
+        for (rank, range) in &instance.ops {
+            for op in range.clone() {
+                if let OpKind::Recv { from, .. } = self.ranks[rank.index()].ops[op as usize].kind {
+                    arrived.entry((*rank, from)).or_default().push(op);
+                }
+            }
+        }
+        for ((receiver, sender), ops) in arrived {
+            let told = self.word(receiver, sender, ops);
+            self.ranks[sender.index()].before.push(told);
+        }
+    }
+
+    /// Copies a rank's ops of a plan, as the `count`th instance of a crossing.
+    fn copy_ops(
+        &mut self,
+        rank: Rank,
+        ranked: &RankProgram,
+        instance: u32,
+        (crossing, direction, count): (usize, Direction, u32),
+        microbatch: MicrobatchId,
+        (room, freed_by): (Vec<u32>, Option<Pass>),
+    ) -> Ends {
+        let base = self.ranks[rank.index()].ops.len() as u32;
+        let lane = self.next_lane[crossing][direction as usize];
+        let turn = count % STAGING_TURNS;
+        let key = (crossing as u32, direction, rank, turn);
+        let Staging { first: stage_base, users: last_users } =
+            self.staging.remove(&key).unwrap_or_else(|| {
+                let stages = &mut self.ranks[rank.index()].stages;
+                stages.extend(&ranked.stages);
+                Staging { first: stages.len() as u32 - ranked.stages.len() as u32, users: vec![] }
+            });
+        let made = self.made_by(crossing, direction, microbatch, rank);
+        let before = std::mem::take(&mut self.ranks[rank.index()].before);
+        let mut ends = Ends::default();
+        let mut staged = vec![];
+        for op in &ranked.ops {
+            let mut deps: Vec<Dep> = ranked.deps(op).iter().map(|d| Dep { op: d.op + base, ..*d }).collect();
+            let (from, into) = buffers_of(op);
+            let moves = op.bytes > 0;
+            if from == Some(Buffer::Src) && moves {
+                deps.extend(made.iter().copied().map(done));
+            }
+            if into.is_some_and(|b| matches!(b, Buffer::Stage(_))) {
+                deps.extend(last_users.iter().copied().map(done));
+            }
+            let here = self.ranks[rank.index()].ops.len() as u32;
+            if into == Some(Buffer::Dst) && moves {
+                deps.extend(room.iter().copied().map(done));
+                self.after_pass.extend(freed_by.map(|pass| (rank, here, pass)));
+                ends.arrive.push(here);
+            }
+            if !self.step.overlap {
+                deps.extend(before.iter().copied().map(done));
+            }
+            match from {
+                Some(Buffer::Src) if moves => ends.depart.push(here),
+                Some(Buffer::Dst) if moves => ends.forward.push(here),
+                _ => {}
+            }
+            if [from, into].into_iter().flatten().any(|b| matches!(b, Buffer::Stage(_))) {
+                staged.push(here);
+            }
+            ends.all.push(here);
+            let kind = shift(op.kind, self.next_tag, lane, stage_base);
+            self.ranks[rank.index()].push(kind, instance, op.region, op.bytes, deps);
+        }
+        self.staging.insert(key, Staging { first: stage_base, users: staged });
+        self.ranks[rank.index()].before = ends.all.clone();
+        ends
+    }
+
+    /// The ops after which a rank has what it sends: the compute op at whose end a crossing's tensors are made; on a rank that keeps
+    /// a stage's memory, those that brought it.
+    fn made_by(&self, crossing: usize, direction: Direction, m: MicrobatchId, rank: Rank) -> Vec<u32> {
+        let Crossing { edge, carries, .. } = &self.step.crossings[crossing];
+        let pass = match (carries, direction) {
+            (Carries::Tensors, Direction::Forward) => Pass::new(PassKind::F, edge.from, m),
+            (Carries::Tensors, Direction::Backward) => self.step.schedule.backward(edge.to, m),
+            (Carries::Memory, Direction::Forward) => Pass::new(PassKind::Evict, edge.from, m),
+            (Carries::Memory, Direction::Backward) => {
+                let kept = self.ends_of(crossing, Direction::Forward, m, rank);
+                return kept.map(|ends| ends.arrive.clone()).unwrap_or_default();
+            }
+        };
+        let Some(first) = self.first_part.get(&(pass, rank)) else { return vec![] };
+        let at = self.step.crossings[crossing].made_at(direction);
+        let cuts = self.cuts(pass);
+        let part = cuts.iter().position(|cut| *cut >= at).expect("every moment is a cut").saturating_sub(1);
+        vec![first + part as u32]
+    }
+
+    /// Where a stage's memory is kept, and whose was there before.
+    fn slot(
+        &mut self,
+        crossing: usize,
+        direction: Direction,
+        m: MicrobatchId,
+    ) -> (Option<u32>, Option<MicrobatchId>) {
+        match (self.step.crossings[crossing].carries, direction) {
+            (Carries::Tensors, _) => (None, None),
+            (Carries::Memory, Direction::Backward) => (self.slots[crossing].free(m), None),
+            (Carries::Memory, Direction::Forward) => {
+                let (slot, before) = self.slots[crossing].take(m);
+                (Some(slot), before)
+            }
+        }
+    }
+
+    /// When there is room for what an instance brings to a rank: after these ops, and after this pass, which may be emitted later. What a
+    /// stage asked for does not come before.
+    fn room(
+        &self,
+        crossing: usize,
+        direction: Direction,
+        m: MicrobatchId,
+        rank: Rank,
+        old: Option<u32>,
+    ) -> (Vec<u32>, Option<Pass>) {
+        let mut room: Vec<u32> = self.readers_of(old, rank).collect();
+        let Crossing { edge, carries, .. } = &self.step.crossings[crossing];
+        if (*carries, direction) == (Carries::Memory, Direction::Backward) {
+            room.extend(self.first_part.get(&(Pass::new(PassKind::Load, edge.from, m), rank)));
+        }
+        (room, old.map(|old| self.frees(old)))
+    }
+
+    /// The same in a keeper's slot: when what was there before has been passed on, and has left.
+    fn room_in_slot(
+        &self,
+        crossing: usize,
+        before: Option<MicrobatchId>,
+        rank: Rank,
+    ) -> (Vec<u32>, Option<Pass>) {
+        let Some(m) = before else { return (vec![], None) };
+        let came = self.ends_of(crossing, Direction::Forward, m, rank).map(|ends| &ends.forward);
+        let left = self.ends_of(crossing, Direction::Backward, m, rank).map(|ends| &ends.depart);
+        (came.into_iter().chain(left).flatten().copied().collect(), None)
+    }
+
+    /// A microbatch's ops of a crossing on a rank.
+    fn ends_of(&self, crossing: usize, direction: Direction, m: MicrobatchId, rank: Rank) -> Option<&Ends> {
+        let instance = self.brings.get(&(crossing as u32, direction, m))?;
+        self.ends[*instance as usize].get(&rank)
+    }
+
+    /// The pass after which nobody needs what an instance brought.
+    fn frees(&self, instance: u32) -> Pass {
+        let i = &self.instances[instance as usize];
+        let Crossing { edge, carries, .. } = &self.step.crossings[i.crossing as usize];
+        let stage = match i.direction {
+            Direction::Forward => edge.to,
+            Direction::Backward => edge.from,
+        };
+        if *carries == Carries::Memory {
+            return self.step.schedule.backward(stage, i.microbatch);
+        }
+        let fused = Pass::new(PassKind::BW, stage, i.microbatch);
+        if self.step.schedule.has(fused) { fused } else { fused.with_kind(PassKind::W) }
+    }
+
+    /// Ops that pass on what an instance brought.
+    fn readers_of(&self, instance: Option<u32>, rank: Rank) -> impl Iterator<Item = u32> + use<> {
+        let ends = instance.and_then(|i| self.ends[i as usize].get(&rank));
+        ends.map(|e| e.forward.clone()).unwrap_or_default().into_iter()
+    }
+
+    /// Fills in the waits for passes that were emitted later than those who wait.
+    pub(super) fn patch(&mut self) {
+        for (rank, op, pass) in std::mem::take(&mut self.after_pass) {
+            if let Some(&first) = self.first_part.get(&(pass, rank)) {
+                let last = first + self.cuts(pass).len() as u32 - 2;
+                self.ranks[rank.index()].deps[op as usize].push(done(last));
+            }
+        }
+    }
+}
+
+fn buffers_of(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
+    match op.kind {
+        OpKind::Send { from, .. } => (Some(from), None),
+        OpKind::Recv { into, .. } => (None, Some(into)),
+        OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
+        OpKind::Compute { .. } => (None, None),
+    }
+}
+
+/// The op of a plan as one of many in a step.
+fn shift(kind: OpKind, tags: u32, lanes: u32, stages: u32) -> OpKind {
+    let stage = |buffer| match buffer {
+        Buffer::Stage(slot) => Buffer::Stage(slot + stages),
+        other => other,
+    };
+    match kind {
+        OpKind::Send { to, lane, tag, weight, from } => {
+            OpKind::Send { to, lane: lane + lanes, tag: tag + tags, weight, from: stage(from) }
+        }
+        OpKind::Recv { from, lane, tag, into, reduce } => {
+            OpKind::Recv { from, lane: lane + lanes, tag: tag + tags, into: stage(into), reduce }
+        }
+        OpKind::Copy { from, into, reduce } => OpKind::Copy { from: stage(from), into: stage(into), reduce },
+        OpKind::Compute { pass, nanos } => OpKind::Compute { pass, nanos },
+    }
+}
