@@ -34,4 +34,5 @@ pub mod sweep;
 pub mod transport;
 pub mod usage;
 pub mod view;
+pub mod wake;
 pub mod wire;

@@ -8,8 +8,8 @@
 //!        +--> what arrived, what was sent -> ops end -> ops become ready
 //! ```
 //!
-//! Nothing is polled in vain: the loop sleeps until a link has news, or a heartbeat or deadline is due. Only links that
-//! nothing wakes are asked again and again, the less often the longer they are silent.
+//! Nothing is polled in vain: the loop sleeps until a link or another thread has news ([`crate::wake`]), or a heartbeat or
+//! deadline is due. Only links that nothing wakes are asked again and again, the less often the longer they are silent.
 //! A message starts when its receiver has said that there is a place for it; receivers say so as early as they can,
 //! for all receives at once, so that nobody pays a round trip per message.
 
@@ -39,6 +39,7 @@ use crate::device::{Device, DeviceError};
 use crate::error::CommError;
 use crate::flight::FlightRecord;
 use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
+use crate::wake::{Sleeper, Waker};
 pub(crate) use job::Job;
 use sends::InLine;
 
@@ -49,8 +50,9 @@ const START_STEP: usize = 1024;
 /// Messages announced for jobs that have not started here yet; a peer that announces more is out of its mind.
 const MAX_EARLY_TAGS: usize = 1 << 22;
 
-/// What the poller calls the device.
+/// What the poller calls the device, and what other threads wake us by.
 const DEVICE: u64 = u64::MAX;
+const WAKER: u64 = u64::MAX - 1;
 
 const NO_EVENT: epoll::Event =
     epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
@@ -85,6 +87,16 @@ pub struct JobReport {
     pub ops: Vec<OpSpan>,
     pub bytes_sent: u64,
     pub bytes_received: u64,
+}
+
+/// How long a step may sleep.
+#[derive(Debug, Clone, Copy)]
+enum Until {
+    Now,
+    /// Anything that whoever drives the engine has to look at.
+    News,
+    /// The job has ended, and everything has been said.
+    Over(Handle),
 }
 
 struct Peer {
@@ -123,6 +135,7 @@ pub struct Engine {
     /// Passes that can be computed; the first one is under way if `computing`.
     passes: VecDeque<(u32, u32)>,
     computing: bool,
+    sleeper: Sleeper,
     events: Vec<Event>,
     /// Bytes sent and received by jobs that are over.
     traffic: (u64, u64),
@@ -141,6 +154,11 @@ impl Engine {
     ) -> Result<Self, CommError> {
         let system = |what| move |e: Errno| CommError::System { me, what, cause: e.to_string() };
         let poller = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("create a poller"))?;
+        let sleeper = Sleeper::new().map_err(system("make an event counter"))?;
+        let data = epoll::EventData::new_u64(WAKER);
+        let woken = epoll::add(&poller, sleeper.fd(), data, epoll::EventFlags::IN);
+        woken.map_err(system("watch its event counter"))?;
+        options.interrupt.wakes(sleeper.waker());
         let now = clock.now_ns();
         let asking = asking::Asking::new(links.iter().any(|(_, link)| link.fd().is_none()));
         let mut peers = vec![];
@@ -178,6 +196,7 @@ impl Engine {
             device: None,
             passes: VecDeque::new(),
             computing: false,
+            sleeper,
             events: vec![],
             traffic: (0, 0),
             asking,
@@ -190,14 +209,19 @@ impl Engine {
     /// Gives the rank something to compute with. Without it, a program with passes fails.
     pub fn set_device(&mut self, device: Box<dyn Device>) -> Result<(), CommError> {
         let data = epoll::EventData::new_u64(DEVICE);
-        let added = epoll::add(&self.poller, device.fd(), data, epoll::EventFlags::IN);
-        added.map_err(|e| CommError::System {
+        let watch = |fd| epoll::add(&self.poller, fd, data, epoll::EventFlags::IN);
+        device.fd().map_or(Ok(()), watch).map_err(|e| CommError::System {
             me: self.me,
             what: "watch its device",
             cause: e.to_string(),
         })?;
         self.device = Some(device);
         Ok(())
+    }
+
+    /// Wakes the engine from other threads: its device's, and those that have calls for whoever drives it.
+    pub fn waker(&self) -> Waker {
+        self.sleeper.waker()
     }
 
     /// Starts a program. It moves on whenever a job is tested or waited for.
@@ -229,7 +253,7 @@ impl Engine {
 
     /// Moves what can be moved without waiting, and says whether the job has ended.
     pub fn test(&mut self, handle: Handle) -> Result<bool, CommError> {
-        self.step(false)?;
+        self.step(Until::Now)?;
         Ok(self.has_ended(handle))
     }
 
@@ -239,9 +263,12 @@ impl Engine {
         jobs.fold(self.traffic, |(out, into), job| (out + job.bytes_sent, into + job.bytes_received))
     }
 
-    /// Waits until something has happened, at most for a heartbeat, and moves what can be moved.
+    /// Waits until something has happened, at most for a heartbeat, and moves what can be moved. Whoever calls this again and
+    /// again looks in between at what [`Engine::waker`] may have woken it for, and at jobs that may have ended.
     pub fn turn(&mut self) -> Result<(), CommError> {
-        self.step(true)
+        let result = self.step(Until::News);
+        self.sleeper.tell();
+        result
     }
 
     /// Whether the job has ended, without moving anything.
@@ -249,21 +276,29 @@ impl Engine {
         self.jobs.get(&handle.0).is_none_or(|job| job.left == 0)
     }
 
-    /// Runs until the job has ended.
+    /// Runs until the job has ended, and everything that peers wait for has been said.
     pub fn wait(&mut self, handle: Handle) -> Result<JobReport, CommError> {
-        loop {
-            let unfinished = self.jobs.get(&handle.0).is_some_and(|j| j.left > 0);
-            // Peers may still wait for words of ours.
-            let unsaid = self.peers.iter().any(|p| !p.lost && p.link.wants_write());
-            if !unfinished && !unsaid {
-                break;
-            }
-            self.step(true)?;
+        while !self.is_over(handle) {
+            self.step(Until::Over(handle))?;
         }
+        Ok(self.remove(handle))
+    }
+
+    /// The report of a job that has ended, at once; for whoever goes on to drive the engine.
+    pub fn finish(&mut self, handle: Handle) -> Option<JobReport> {
+        self.has_ended(handle).then(|| self.remove(handle))
+    }
+
+    fn is_over(&self, handle: Handle) -> bool {
+        // Peers may still wait for words of ours.
+        self.has_ended(handle) && !self.peers.iter().any(|p| !p.lost && p.link.wants_write())
+    }
+
+    fn remove(&mut self, handle: Handle) -> JobReport {
         let report = self.jobs.remove(&handle.0).map(|job| report(&job)).unwrap_or_default();
         self.traffic.0 += report.bytes_sent;
         self.traffic.1 += report.bytes_received;
-        Ok(report)
+        report
     }
 
     /// The most that the kernel may hold for us in connections.
@@ -276,24 +311,27 @@ impl Engine {
         self.last_flight.as_ref()
     }
 
-    fn step(&mut self, may_wait: bool) -> Result<(), CommError> {
+    fn step(&mut self, until: Until) -> Result<(), CommError> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let result = self.try_step(may_wait);
+        let result = self.try_step(until);
         result.map_err(|error| self.give_up(error))
     }
 
-    fn try_step(&mut self, may_wait: bool) -> Result<(), CommError> {
+    fn try_step(&mut self, until: Until) -> Result<(), CommError> {
         self.compute()?;
         self.copy_some();
         self.announce();
         self.pump_sends()?;
         let can_compute = !self.computing && !self.passes.is_empty();
         let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty() || can_compute;
-        let ended =
-            self.jobs.values().any(|j| j.left == 0) && !self.peers.iter().any(|p| p.link.wants_write());
-        self.poll(may_wait && !busy && !ended)?;
+        let may_wait = match until {
+            Until::Now => false,
+            Until::News => self.sleeper.may_sleep(),
+            Until::Over(handle) => !self.is_over(handle),
+        };
+        self.poll(may_wait && !busy)?;
         self.watch_peers()
     }
 
@@ -304,18 +342,24 @@ impl Engine {
         let timeout =
             Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
         let mut buffer = [NO_EVENT; 64];
-        let mut turn: Vec<usize> = match epoll::wait(&self.poller, &mut buffer, Some(&timeout)) {
-            Ok(count) => buffer[..count].iter().map(|e| e.data.u64() as usize).collect(),
+        let woken: Vec<u64> = match epoll::wait(&self.poller, &mut buffer, Some(&timeout)) {
+            Ok(count) => buffer[..count].iter().map(|e| e.data.u64()).collect(),
             Err(Errno::INTR) => vec![],
             Err(e) => {
                 return Err(CommError::System { me: self.me, what: "wait", cause: e.to_string() });
             }
         };
+        if woken.contains(&WAKER) {
+            self.sleeper.woke();
+        }
+        // The device's descriptor says what the next step looks at anyway.
+        let links = woken.into_iter().filter(|who| *who < WAKER).map(|peer| peer as usize);
         let asks = |p: &Peer| p.link.has_work() || (p.link.fd().is_none() && !p.lost);
-        turn.extend((0..self.peers.len()).filter(|&i| asks(&self.peers[i])));
+        let mut turn: Vec<usize> =
+            links.chain((0..self.peers.len()).filter(|&i| asks(&self.peers[i]))).collect();
         turn.sort_unstable();
         turn.dedup();
-        for peer in turn.into_iter().filter(|turn| *turn as u64 != DEVICE) {
+        for peer in turn {
             self.progress(peer)?;
         }
         Ok(())
@@ -417,6 +461,9 @@ impl Engine {
     fn end(&mut self, id: u32, op: u32, now: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         job.left -= 1;
+        if job.left == 0 {
+            self.sleeper.note();
+        }
         let mut ready = vec![];
         for place in job.dependents(op) {
             let dependent = job.dependent(place);

@@ -1,8 +1,9 @@
-//! The order of sends, on links that write down what they took.
+//! The order of sends, on links that write down what they took; and that no turn oversleeps.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
 use crossmesh_core::id::Rank;
@@ -12,7 +13,8 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{Engine, EngineOptions, JobSpec};
 use crate::buffer::{RankBuffers, Sharing};
-use crate::clock::Monotonic;
+use crate::clock::{Clock as _, Monotonic};
+use crate::device::Worker;
 use crate::memory::Place;
 use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
 
@@ -151,4 +153,63 @@ fn whoever_waits_for_room_hears_of_it_from_any_flush() {
     full.store(false, Ordering::Relaxed);
     (0..2).for_each(|peer| engine.flush(peer).unwrap());
     assert!(engine.test(handle).unwrap());
+}
+
+/// A pass that calls whoever drives the engine, again and again. Every call is there before the turn that has to see it: a
+/// turn that slept on it would take a heartbeat, and all of them ten times what is allowed here.
+#[test]
+fn no_turn_sleeps_on_a_call_from_a_pass() {
+    const CALLS: usize = 50;
+    let (plan, taken) = (fan_out(), Taken::default());
+    let mut engine = engine(&taken);
+    let (waker, (calls, desk), (reply, replies)) = (engine.waker(), channel(), channel());
+    let (posted, is_posted) = channel();
+    let compute = move |_| {
+        for call in 0..CALLS {
+            calls.send(call).unwrap();
+            waker.wake();
+            posted.send(()).unwrap();
+            replies.recv().unwrap();
+        }
+        Ok(())
+    };
+    let worker = Worker::new(engine.waker(), Box::new(compute)).unwrap();
+    engine.set_device(Box::new(worker)).unwrap();
+    let handle = engine.start(one_pass(&plan)).unwrap();
+    engine.test(handle).unwrap();
+    let start = Monotonic.now_ns();
+    for call in 0..CALLS {
+        is_posted.recv().unwrap();
+        engine.turn().unwrap();
+        assert_eq!(desk.try_recv(), Ok(call));
+        reply.send(()).unwrap();
+    }
+    let seconds = (Monotonic.now_ns() - start) as f64 * 1e-9;
+    assert!(seconds < 1.0, "{CALLS} calls took {seconds:.1} s");
+    engine.wait(handle).unwrap();
+}
+
+/// The same, where a wait inside the engine took the wake.
+#[test]
+fn no_turn_sleeps_on_a_wake_that_something_else_took() {
+    let (plan, taken) = (fan_out(), Taken::default());
+    let mut engine = engine(&taken);
+    let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
+    let start = Monotonic.now_ns();
+    for _ in 0..50 {
+        engine.waker().wake();
+        engine.test(handle).unwrap();
+        engine.turn().unwrap();
+    }
+    let seconds = (Monotonic.now_ns() - start) as f64 * 1e-9;
+    assert!(seconds < 1.0, "50 turns took {seconds:.1} s");
+}
+
+/// A job that is one pass.
+fn one_pass(plan: &Plan) -> JobSpec {
+    let mut spec = spec(plan, 0, [1, 1]);
+    spec.program.ops.truncate(1);
+    spec.program.ops[0].kind = OpKind::Compute { pass: 0, nanos: 0 };
+    spec.places.truncate(1);
+    spec
 }

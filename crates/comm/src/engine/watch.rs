@@ -12,7 +12,7 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crossmesh_core::id::Rank;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
@@ -21,6 +21,7 @@ use super::{Engine, NO_EVENT};
 use crate::error::CommError;
 use crate::flight::{FlightRecord, JobRecord, PeerRecord, PeerState, Wait};
 use crate::transport::{Control, Event, LinkError};
+use crate::wake::Waker;
 
 /// Between two signs of life.
 const BEAT_NS: u64 = 200_000_000;
@@ -48,17 +49,30 @@ pub struct Interrupt(Arc<Words>);
 struct Words {
     culprit: OnceLock<(Rank, String, String)>,
     suspect: OnceLock<(Rank, String)>,
+    /// Of the engines that listen.
+    wakers: Mutex<Vec<Waker>>,
 }
 
 impl Interrupt {
     /// Everybody has been told: the culprit, its host, and what it did.
     pub fn raise(&self, culprit: Rank, host: &str, reason: &str) {
         let _earlier = self.0.culprit.set((culprit, host.into(), reason.into()));
+        self.wake_all();
     }
 
     /// A rank seems to be gone, and why. Whoever still needs it gives up.
     pub fn suspect(&self, rank: Rank, why: &str) {
         let _earlier = self.0.suspect.set((rank, why.into()));
+        self.wake_all();
+    }
+
+    /// Words that come from now on wake this engine.
+    pub(super) fn wakes(&self, waker: Waker) {
+        self.0.wakers.lock().unwrap_or_else(PoisonError::into_inner).push(waker);
+    }
+
+    fn wake_all(&self) {
+        self.0.wakers.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(Waker::wake);
     }
 }
 

@@ -126,24 +126,18 @@ impl<T: Scalar + Element> Trainer<T> {
         let (step, lowered) = (&wiring.step, &wiring.lowered);
         let buffers = Arc::new(StepBuffers::allocate(step, lowered, me, options.sharing)?);
         let tied = tied_buffers(wiring, me, options.sharing)?;
-        let allocator = comm.allocator();
-        let (mut made, kernels) = (None, Arc::new(Cpu::new(options.threads)));
-        let worker = Worker::with_waker(|waker| {
-            let (calls, desk) = Calls::new(waker, allocator);
-            let seat = Seat { model, job, wiring, device, position, calls, groups, kernels };
-            let passes = seat.passes(feed, &buffers, tied).map(|passes| Arc::new(Mutex::new(passes)));
-            let shared = passes.as_ref().ok().map(Arc::clone);
-            made = Some(passes.map(|passes| (passes, desk)));
-            let parts = wiring.lowered.parts.clone();
-            Box::new(move |pass| match &shared {
-                Some(passes) => lock(passes).run(parts[pass as usize].pass).map_err(|e| whole_story(&*e)),
-                None => Err("the rank was not set up".into()),
-            })
-        });
+        let (waker, allocator) = (comm.engine_ref().waker(), comm.allocator());
+        let kernels = Arc::new(Cpu::new(options.threads));
+        let (calls, desk) = Calls::new(waker.clone(), allocator);
+        let seat = Seat { model, job, wiring, device, position, calls, groups, kernels };
+        let passes = Arc::new(Mutex::new(seat.passes(feed, &buffers, tied)?));
+        let (shared, parts) = (Arc::clone(&passes), wiring.lowered.parts.clone());
+        let compute =
+            move |pass: u32| lock(&shared).run(parts[pass as usize].pass).map_err(|e| whole_story(&*e));
+        let worker = Worker::new(waker, Box::new(compute));
         let worker =
             worker.map_err(|e| CommError::System { me, what: "start its device", cause: e.to_string() })?;
         comm.engine().set_device(Box::new(worker))?;
-        let (passes, desk) = made.expect("the worker asked for its passes")?;
         Ok(Self { desk, comm, me, wiring: Arc::clone(wiring), buffers, passes, step: 0 })
     }
 

@@ -449,13 +449,11 @@ struct TiedRunning {
 }
 
 impl Running for TiedRunning {
-    fn has_ended(&self, comm: &Collectives) -> bool {
-        comm.engine_ref().has_ended(self.handle)
-    }
-
-    fn finish(self: Box<Self>, comm: &mut Collectives) -> Result<(), CallError> {
-        comm.engine().wait(self.handle)?;
+    fn finish(self: Box<Self>, comm: &mut Collectives) -> Option<Box<dyn Running>> {
+        if comm.engine().finish(self.handle).is_none() {
+            return Some(self);
+        }
         let _gone = self.reply.send(());
-        Ok(())
+        None
     }
 }
