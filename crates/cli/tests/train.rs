@@ -141,6 +141,8 @@ fn a_run_learns_and_writes_what_it_promises() {
     trained(&said);
     let summary = said.json();
     assert_eq!((&summary["schema"], &summary["steps"]), (&"crossmesh.train-summary/1".into(), &60.into()));
+    let spread = ["median_s", "p95_s", "longest_s"].map(|k| summary["steps_s"][k].as_f64().unwrap());
+    assert!(spread[0] > 0.0 && spread.is_sorted(), "{spread:?}");
     let metrics = run.metrics();
     assert_eq!(
         metrics.iter().map(|m| m["step"].as_u64().unwrap()).collect::<Vec<_>>(),
