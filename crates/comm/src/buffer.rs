@@ -7,6 +7,8 @@
 //! A shard is the list of its boxes, row-major each, in the order `Layout::shard_at` gives. A staging buffer holds one
 //! box at a time: that of the receive that fills it or, where copies fill it, that of the send that reads it.
 
+#![allow(unsafe_code)]
+
 use std::io;
 use std::sync::Arc;
 
@@ -114,21 +116,49 @@ impl RankBuffers {
         Ok(Self { memory, src_memory, dst_memory, src, dst, stages, tensor_bytes })
     }
 
-    /// Writes this rank's shard of a tensor's source. For whoever owns the memory while no program runs on it.
-    pub fn write_source<T: Element>(&self, tensor: usize, mut shard: &[T]) {
+    /// Writes this rank's shard of a tensor's source.
+    ///
+    /// # Panics
+    /// While a program runs on it.
+    pub fn write_source<T: Element>(&self, tensor: usize, shard: &[T]) {
+        let _owned = self.src_memory.own().expect("no program runs on the memory");
+        // SAFETY: nobody else has the memory.
+        unsafe { self.write_source_of_pass(tensor, shard) }
+    }
+
+    /// Reads this rank's shard of a tensor's destination.
+    ///
+    /// # Panics
+    /// While a program runs on it.
+    pub fn read_destination<T: Element>(&self, tensor: usize, shard: &mut [T]) {
+        let _owned = self.dst_memory.own().expect("no program runs on the memory");
+        // SAFETY: nobody else has the memory.
+        unsafe { self.read_destination_of_pass(tensor, shard) }
+    }
+
+    /// The same beside a program that runs.
+    ///
+    /// # Safety
+    /// Nobody else touches the shard meanwhile, as of a pass that makes it: what sends it waits for the pass.
+    pub(crate) unsafe fn write_source_of_pass<T: Element>(&self, tensor: usize, mut shard: &[T]) {
         for held in &self.src[tensor] {
             let (head, rest) = shard.split_at(held.region.volume() as usize);
-            self.src_memory.elements_mut(held.base, head.len()).copy_from_slice(head);
+            // SAFETY: the caller says so.
+            unsafe { self.src_memory.elements_mut(held.base, head.len()) }.copy_from_slice(head);
             shard = rest;
         }
         assert!(shard.is_empty(), "a shard is as large as its boxes");
     }
 
-    /// Reads this rank's shard of a tensor's destination.
-    pub fn read_destination<T: Element>(&self, tensor: usize, mut shard: &mut [T]) {
+    /// The same beside a program that runs.
+    ///
+    /// # Safety
+    /// Nobody writes to the shard meanwhile, as of a pass that needs it: what overwrites it waits for the pass.
+    pub(crate) unsafe fn read_destination_of_pass<T: Element>(&self, tensor: usize, mut shard: &mut [T]) {
         for held in &self.dst[tensor] {
             let (head, rest) = shard.split_at_mut(held.region.volume() as usize);
-            head.copy_from_slice(self.dst_memory.elements(held.base, head.len()));
+            // SAFETY: the caller says so.
+            head.copy_from_slice(unsafe { self.dst_memory.elements(held.base, head.len()) });
             shard = rest;
         }
         assert!(shard.is_empty(), "a shard is as large as its boxes");

@@ -5,7 +5,6 @@
 //! whatever the order they are added in.
 
 use std::fmt;
-use std::sync::Arc;
 
 use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
@@ -15,7 +14,6 @@ use crossmesh_core::reshard::{Placed, Plan};
 use half::{bf16, f16};
 
 use crate::buffer::{HeldBox, RankBuffers};
-use crate::memory::{Memory, Place};
 use crate::view::View;
 
 /// What destinations hold before a run, so that what never arrives is noticed.
@@ -41,18 +39,22 @@ impl fmt::Display for Wrong {
     }
 }
 
+/// Patterns are for runs to start from and to end with.
+const NO_PROGRAM: &str = "no program runs on the memory";
+
 /// Fills a rank's source shards.
 pub fn fill_sources(plan: &Plan, rank: Rank, buffers: &RankBuffers) {
+    let mut memory = buffers.src_memory.own().expect(NO_PROGRAM);
     for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
         let part = contribution(&reshard.src, rank);
         let values = Values { tensor: tensor as u64, layout: &reshard.src.layout };
         for held in &buffers.src[tensor] {
-            let place = whole(held, &reshard.src.layout, &buffers.src_memory);
+            let view = whole(held, &reshard.src.layout);
             let mut row = vec![];
             for_rows(&held.region, reshard.src.layout.shape(), |index, len, at| {
                 row.clear();
                 (index..index + len).for_each(|i| row.extend_from_slice(&values.part(i, part).bytes()));
-                place.unpack(at * reshard.src.layout.dtype().bytes(), &row, None);
+                memory.unpack(&view, at * reshard.src.layout.dtype().bytes(), &row);
             });
         }
     }
@@ -61,14 +63,15 @@ pub fn fill_sources(plan: &Plan, rank: Rank, buffers: &RankBuffers) {
 /// Overwrites a rank's destination shards.
 pub fn poison_destinations(plan: &Plan, buffers: &RankBuffers) {
     let block = vec![POISON; BLOCK_BYTES];
+    let mut memory = buffers.dst_memory.own().expect(NO_PROGRAM);
     for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
         for held in &buffers.dst[tensor] {
-            let place = whole(held, &reshard.dst.layout, &buffers.dst_memory);
-            let bytes = place.bytes();
+            let view = whole(held, &reshard.dst.layout);
+            let bytes = view.bytes();
             let mut at = 0;
             while at < bytes {
                 let len = (bytes - at).min(BLOCK_BYTES as u64);
-                place.unpack(at, &block[..len as usize], None);
+                memory.unpack(&view, at, &block[..len as usize]);
                 at += len;
             }
         }
@@ -77,16 +80,17 @@ pub fn poison_destinations(plan: &Plan, buffers: &RankBuffers) {
 
 /// Looks at every element of a rank's destination shards; the first wrong one, if there is one.
 pub fn check_destinations(plan: &Plan, buffers: &RankBuffers) -> Option<Wrong> {
+    let memory = buffers.dst_memory.own().expect(NO_PROGRAM);
     for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
         let values = Values { tensor: tensor as u64, layout: &reshard.src.layout };
         let element = reshard.src.layout.dtype().bytes();
         for held in &buffers.dst[tensor] {
-            let place = whole(held, &reshard.dst.layout, &buffers.dst_memory);
+            let view = whole(held, &reshard.dst.layout);
             let (mut found, mut expected, mut wrong) = (vec![], vec![], None);
             for_rows(&held.region, reshard.src.layout.shape(), |index, len, at| {
                 found.clear();
                 expected.clear();
-                place.pack(at * element..(at + len) * element, &mut found);
+                memory.pack(&view, at * element..(at + len) * element, &mut found);
                 (index..index + len).for_each(|i| expected.extend_from_slice(&values.whole(i).bytes()));
                 if found != expected && wrong.is_none() {
                     let (f, e) = (found.chunks(element as usize), expected.chunks(element as usize));
@@ -106,9 +110,9 @@ pub fn check_destinations(plan: &Plan, buffers: &RankBuffers) -> Option<Wrong> {
     None
 }
 
-fn whole(held: &HeldBox, layout: &Layout, memory: &Arc<Memory>) -> Place {
+fn whole(held: &HeldBox, layout: &Layout) -> View {
     let view = View::of_box(held.base, &held.region, &held.region, layout.dtype().bytes());
-    Place { memory: memory.clone(), view: view.expect("a box contains itself") }
+    view.expect("a box contains itself")
 }
 
 fn contribution(placed: &Placed, rank: Rank) -> u64 {

@@ -5,6 +5,8 @@
 //! write them. Where nothing is computed, they are filled with the pattern that [`crate::pattern`] knows, so that after
 //! a run every element that crossed last can be looked at.
 
+#![allow(unsafe_code)]
+
 use std::io;
 use std::sync::Arc;
 
@@ -85,14 +87,22 @@ impl StepBuffers {
         JobSpec::of_step(id, &lowered.program, self.rank, self.places.clone(), self.tensors.clone())
     }
 
-    /// Writes this rank's shard of what crosses. For the pass that makes it.
-    pub fn write<T: Element>(&self, slot: Slot, shard: &[T]) {
-        self.buffers(slot).write_source(slot.tensor, shard);
+    /// Writes this rank's shard of what crosses.
+    ///
+    /// # Safety
+    /// For the pass that makes it, while it is under way: the program has the engine keep away meanwhile.
+    pub unsafe fn write<T: Element>(&self, slot: Slot, shard: &[T]) {
+        // SAFETY: the caller says so.
+        unsafe { self.buffers(slot).write_source_of_pass(slot.tensor, shard) }
     }
 
-    /// Reads this rank's shard of what crossed. For the passes that need it.
-    pub fn read<T: Element>(&self, slot: Slot, shard: &mut [T]) {
-        self.buffers(slot).read_destination(slot.tensor, shard);
+    /// Reads this rank's shard of what crossed.
+    ///
+    /// # Safety
+    /// For a pass that needs it, while it is under way: the program has the engine keep away meanwhile.
+    pub unsafe fn read<T: Element>(&self, slot: Slot, shard: &mut [T]) {
+        // SAFETY: the caller says so.
+        unsafe { self.buffers(slot).read_destination_of_pass(slot.tensor, shard) }
     }
 
     /// What all crossings hold together.

@@ -3,6 +3,8 @@
 //! A peer on the same host maps a segment when it first sees it, and keeps it. So segments are not made for every call;
 //! they have a few sizes, and go from buffer to buffer.
 
+#![allow(unsafe_code)]
+
 use std::fmt;
 use std::io;
 use std::marker::PhantomData;
@@ -100,13 +102,15 @@ impl<T: Element> Deref for Buffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        self.raw.segment.memory.elements(self.raw.at, self.raw.len)
+        // SAFETY: the pool handed these bytes to this buffer alone; a program has them only while it has the buffer.
+        unsafe { self.raw.segment.memory.elements(self.raw.at, self.raw.len) }
     }
 }
 
 impl<T: Element> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        self.raw.segment.memory.elements_mut(self.raw.at, self.raw.len)
+        // SAFETY: as above, and the buffer is borrowed mutably.
+        unsafe { self.raw.segment.memory.elements_mut(self.raw.at, self.raw.len) }
     }
 }
 

@@ -1,6 +1,7 @@
 //! A program under way on a rank: what each op waits for, and how far it is.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::{DepKind, Op, OpKind, Program};
@@ -12,6 +13,9 @@ use super::tags::ByTag;
 use crate::buffer::{OpPlaces, RankBuffers};
 use crate::combine::Combine;
 use crate::error::CommError;
+use crate::memory::lease::{Borrower, Lease};
+use crate::memory::place::Lent;
+use crate::memory::{Busy, Memory, Place};
 
 /// A rank's program with its memory, ready to start.
 #[derive(Debug, Clone)]
@@ -103,6 +107,26 @@ fn in_one_channel(a: &Op, b: &Op) -> bool {
     }
 }
 
+/// All memory of some places, for one engine.
+fn leases(places: &[OpPlaces], borrower: Borrower) -> Result<Vec<Lease>, Busy> {
+    let mut known: Vec<&Arc<Memory>> = vec![];
+    for place in places.iter().flat_map(|p| [&p.from, &p.into]).flatten() {
+        // Most ops are where the op before them was.
+        if !known.iter().rev().any(|memory| Arc::ptr_eq(memory, &place.memory)) {
+            known.push(&place.memory);
+        }
+    }
+    known.into_iter().map(|memory| Lease::new(memory, borrower)).collect()
+}
+
+/// A place of a job under way. What a pass or a peer has of it meanwhile, the program says: it was verified.
+#[expect(unsafe_code, reason = "the engine has what its jobs lease")]
+fn lent(place: &Place) -> &Lent {
+    // SAFETY: the job has a lease of the memory, so that no other engine and no owner touches it; and an engine is driven by
+    // one thread at a time. The lease is given up when all messages have arrived, or with the engine's links.
+    unsafe { Lent::of(place) }
+}
+
 /// How far an op is.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Progress {
@@ -137,6 +161,8 @@ pub(crate) struct Channel {
 
 pub(crate) struct Job {
     pub spec: JobSpec,
+    /// Of all memory that it moves.
+    pub leases: Vec<Lease>,
     pub ops: Vec<Progress>,
     /// The ops that wait for op `i` to end: `dependents[starts[i]..starts[i + 1]]`.
     starts: Vec<u32>,
@@ -161,9 +187,13 @@ impl Job {
         now_ns: u64,
         link_of: impl Fn(Rank) -> Option<usize>,
         me: Rank,
+        borrower: Borrower,
     ) -> Result<Self, CommError> {
         let len = spec.program.ops.len();
+        let leases = leases(&spec.places, borrower);
+        let in_use = |e: Busy| CommError::System { me, what: "start a program", cause: e.to_string() };
         let mut job = Self {
+            leases: leases.map_err(in_use)?,
             ops: vec![Progress::default(); len],
             starts: vec![],
             dependents: vec![],
@@ -186,6 +216,16 @@ impl Job {
 
     pub fn op(&self, op: u32) -> &Op {
         &self.spec.program.ops[op as usize]
+    }
+
+    /// Where an op reads.
+    pub fn source(&self, op: u32) -> Option<&Lent> {
+        self.spec.places[op as usize].from.as_ref().map(lent)
+    }
+
+    /// Where it writes.
+    pub fn target(&self, op: u32) -> Option<&Lent> {
+        self.spec.places[op as usize].into.as_ref().map(lent)
     }
 
     /// Where a send stands in line.

@@ -38,6 +38,7 @@ use crate::clock::Clock;
 use crate::device::{Device, DeviceError};
 use crate::error::CommError;
 use crate::flight::FlightRecord;
+use crate::memory::lease::{Borrower, Lease};
 use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
 use crate::wake::{Sleeper, Waker};
 pub(crate) use job::Job;
@@ -122,7 +123,11 @@ pub struct Engine {
     poller: OwnedFd,
     clock: Box<dyn Clock>,
     options: EngineOptions,
+    /// As the memories of its jobs know it.
+    borrower: Borrower,
     jobs: BTreeMap<u32, Job>,
+    /// Memory of jobs that failed: their links may still have it.
+    unsettled: Vec<Lease>,
     /// Announcements for jobs that have not started here.
     early: FxHashMap<u32, Vec<u32>>,
     early_tags: usize,
@@ -186,7 +191,9 @@ impl Engine {
             poller,
             clock,
             options,
+            borrower: Borrower::new(),
             jobs: BTreeMap::new(),
+            unsettled: vec![],
             early: FxHashMap::default(),
             early_tags: 0,
             line: BinaryHeap::new(),
@@ -234,7 +241,7 @@ impl Engine {
             self.peers.iter_mut().for_each(|p| p.heard_ns = now);
         }
         let link_of = |rank: Rank| self.peers.iter().position(|p| p.rank == rank && !p.lost);
-        let mut job = Job::new(spec, now, link_of, self.me)?;
+        let mut job = Job::new(spec, now, link_of, self.me, self.borrower)?;
         let early = self.early.remove(&id).unwrap_or_default();
         self.early_tags -= early.len();
         for tag in early {
@@ -490,7 +497,7 @@ impl Engine {
             OpKind::Copy { .. } => self.copies.push_back((id, op)),
             OpKind::Compute { .. } => self.passes.push_back((id, op)),
             OpKind::Recv { from, tag, reduce, .. } => {
-                let place = job.spec.places[op as usize].into.clone().expect("receives have a place");
+                let place = job.target(op).cloned().expect("receives have a place");
                 let tensor = &job.spec.tensors[job.op(op).tensor as usize];
                 let combine = tensor.combine.filter(|_| reduce);
                 let expected = Expected { place, bytes: job.op(op).bytes, combine };
@@ -561,8 +568,7 @@ impl Engine {
             let bytes = job.op(op).bytes;
             // Never half an element.
             let part = self.copied..(self.copied + budget).next_multiple_of(64).min(bytes);
-            let places = &job.spec.places[op as usize];
-            if let (Some(from), Some(into)) = (&places.from, &places.into) {
+            if let (Some(from), Some(into)) = (job.source(op), job.target(op)) {
                 let adds = matches!(job.op(op).kind, OpKind::Copy { reduce: true, .. });
                 let combine = job.spec.tensors[job.op(op).tensor as usize].combine.filter(|_| adds);
                 into.copy_from(from, part.clone(), combine);

@@ -119,7 +119,7 @@ impl Engine {
         let end = upto.min(start + link.part_bytes(job.spec.chunk_bytes));
         progress.issued = end;
         progress.issued_all = end == bytes;
-        let place = job.spec.places[op as usize].from.as_ref().expect("sends have a place");
+        let place = job.source(op).expect("sends have a place");
         link.send(Message { job: id, tag }, start..end, place);
         let c = &mut job.channels[channel as usize];
         c.pass += (end - start) as f64 / weight.max(1) as f64;

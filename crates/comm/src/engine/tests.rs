@@ -15,7 +15,7 @@ use super::{Engine, EngineOptions, JobSpec};
 use crate::buffer::{RankBuffers, Sharing};
 use crate::clock::{Clock as _, Monotonic};
 use crate::device::Worker;
-use crate::memory::Place;
+use crate::memory::place::Lent;
 use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
 
 /// What was taken: message and bytes, in order.
@@ -46,7 +46,7 @@ impl Link for Recorder {
     fn part_bytes(&self, _: u64) -> u64 {
         1000
     }
-    fn send(&mut self, message: Message, part: Range<u64>, _: &Place) {
+    fn send(&mut self, message: Message, part: Range<u64>, _: &Lent) {
         self.sent.push(Event::Sent { message, upto: part.end });
         self.taken.lock().unwrap().push((message, part));
     }

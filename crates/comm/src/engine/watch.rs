@@ -267,7 +267,8 @@ impl Engine {
             // Before anything more is read: what comes from a peer that talks nonsense ends its connection.
             let _unheard = peer.link.flush(&mut vec![]);
         }
-        self.jobs.clear();
+        let jobs = std::mem::take(&mut self.jobs);
+        self.unsettled.extend(jobs.into_values().flat_map(|job| job.leases));
         self.linger(linger_ns, |p| p.rank == culprit);
         self.failed = Some(error.clone());
         error

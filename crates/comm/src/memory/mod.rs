@@ -1,31 +1,33 @@
 //! Memory that ranks move bytes out of and into: one mapping, private or shared with the processes of the host.
 //!
-//! All of the crate's `unsafe` is here, but for MPI's calls and two socket options in `transport::tcp`. What makes it sound:
+//! Most of the crate's `unsafe` is here. What makes it sound:
 //! - a mapping lives as long as its [`Memory`], and every access is checked against its length;
-//! - a rank's memory is written only by the one thread that drives its engine (a `Memory` is handed to it), and during a
-//!   pass by the device: what the pass makes or needs, of which the program has the engine keep away meanwhile;
-//! - a peer that has the segment mapped only reads it, and only bytes that were offered to it. The verifier proved that
-//!   nothing writes to those until the peer has said that it took them;
-//! - elements of a [`crate::collectives::Buffer`] are seen as a slice only by who owns the buffer, and no program has it
-//!   meanwhile: starting one takes the buffer away, and the end of the program gives it back.
+//! - in this process a memory belongs to one owner or to one engine at a time ([`lease`]), which safe code cannot get around;
+//! - an engine reaches bytes through [`place::Lent`], of which it says that its program has them;
+//! - a peer that has the segment mapped can only read it: the segment is sealed against any further writing but through our own
+//!   mapping. What a peer puts into a segment of its own while we copy out of it changes values, never what is sound: any
+//!   bits are an element, and nothing of it is kept as a slice beyond the copy.
 #![allow(unsafe_code)]
 
+pub(crate) mod lease;
+pub mod place;
+
 use std::ffi::c_void;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::ops::Range;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
 
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, memfd_create,
 };
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
+pub use lease::{Busy, Owned};
+pub use place::Place;
+
 use crate::collectives::Element;
-use crate::combine::Combine;
 use crate::room::check_room;
-use crate::view::View;
+use lease::InUse;
 
 /// A mapping. Pages are zero until they are written.
 #[derive(Debug)]
@@ -34,11 +36,15 @@ pub struct Memory {
     len: usize,
     /// The segment behind it, where it is shared.
     segment: Option<OwnedFd>,
+    /// A peer's is not.
+    writable: bool,
+    in_use: InUse,
 }
 
-// SAFETY: the mapping belongs to this value alone; see the module's rules for who writes to it.
+// SAFETY: the mapping belongs to this value alone.
 unsafe impl Send for Memory {}
-// SAFETY: as above; the rules of the module leave no two threads writing to the same bytes.
+// SAFETY: what can be done through a shared reference in safe code is to ask for its length or its descriptor, and to become
+// its owner, which one thread at a time can. All else is `unsafe`, and says what its caller has to see to.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -54,7 +60,7 @@ impl Memory {
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             )?
         };
-        Ok(Self { start: non_null(start), len, segment: None })
+        Ok(Self { start: non_null(start), len, segment: None, writable: true, in_use: InUse::default() })
     }
 
     /// A segment without a name, which vanishes with the last process that has it. Its pages are there from the start:
@@ -64,8 +70,23 @@ impl Memory {
         check_room(len as u64)?;
         let segment = memfd_create(segment_name(), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         fallocate(&segment, FallocateFlags::empty(), 0, len as u64)?;
-        fcntl_add_seals(&segment, SealFlags::SHRINK | SealFlags::GROW)?;
-        Self::map(segment, len, ProtFlags::READ | ProtFlags::WRITE)
+        let start = map(&segment, len, ProtFlags::READ | ProtFlags::WRITE)?;
+        let memory = Self { start, len, segment: Some(segment), writable: true, in_use: InUse::default() };
+        memory.seal()?;
+        Ok(memory)
+    }
+
+    /// From now on the segment keeps its size, and is written to through our mapping only: a peer that has the descriptor
+    /// can map it to read, and change nothing, not even the seals.
+    fn seal(&self) -> io::Result<()> {
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
+        let sealed = self.segment.as_ref().map_or(Ok(()), |segment| fcntl_add_seals(segment, seals));
+        sealed.map_err(|e| {
+            io::Error::new(
+                e.kind(),
+                format!("cannot seal a segment against writing: {e}\nhint: Linux 5.1 can"),
+            )
+        })
     }
 
     /// A peer's segment, to read from. It has to be sealed: a segment that shrinks takes its readers down with it.
@@ -75,13 +96,10 @@ impl Memory {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the peer's segment may shrink"));
         }
         let len = usize::try_from(fstat(&segment)?.st_size).map_err(|_| io::ErrorKind::InvalidData)?;
-        Self::map(segment, mapped_len(len as u64)?, ProtFlags::READ)
-    }
-
-    fn map(segment: OwnedFd, len: usize, access: ProtFlags) -> io::Result<Self> {
-        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing of this process.
-        let start = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &segment, 0)? };
-        Ok(Self { start: non_null(start), len, segment: Some(segment) })
+        let len = mapped_len(len as u64)?;
+        // The mapping stays when the descriptor goes: descriptors are few.
+        let start = map(&segment, len, ProtFlags::READ)?;
+        Ok(Self { start, len, segment: None, writable: false, in_use: InUse::default() })
     }
 
     pub fn len(&self) -> u64 {
@@ -102,19 +120,29 @@ impl Memory {
         (at as usize, len as usize)
     }
 
-    fn slice(&self, run: (u64, u64)) -> &[u8] {
+    /// # Safety
+    /// Nobody in this process writes to these bytes while the slice lives.
+    unsafe fn slice(&self, run: (u64, u64)) -> &[u8] {
         let (at, len) = self.check(run);
-        // SAFETY: in bounds, mapped and initialised (zero pages); nobody writes to it meanwhile, by the module's rules.
+        // SAFETY: in bounds, mapped and initialised (zero pages); the caller sees to the rest.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(at), len) }
     }
 
+    /// # Safety
+    /// Nobody in this process reads or writes these bytes in another way while the slice lives.
     #[expect(clippy::mut_from_ref, reason = "disjoint parts of one mapping are written side by side")]
-    fn slice_mut(&self, run: (u64, u64)) -> &mut [u8] {
+    unsafe fn slice_mut(&self, run: (u64, u64)) -> &mut [u8] {
         let (at, len) = self.check(run);
-        // SAFETY: in bounds and mapped; the one thread that writes to this memory holds one slice of any byte at a
-        // time, as the functions below let none escape but for the reads of one system call.
+        assert!(self.writable, "a peer's memory is not written to");
+        // SAFETY: in bounds and mapped; the caller sees to the rest.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at), len) }
     }
+}
+
+fn map(segment: &OwnedFd, len: usize, access: ProtFlags) -> io::Result<NonNull<u8>> {
+    // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing of this process.
+    let start = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, segment, 0)? };
+    Ok(non_null(start))
 }
 
 /// The bytes of some elements.
@@ -125,27 +153,34 @@ pub(crate) fn bytes_of<T: Element>(elements: &[T]) -> &[u8] {
 
 impl Memory {
     /// Elements that lie in it, `at` bytes from its start.
-    pub(crate) fn elements<T: Element>(&self, at: u64, len: usize) -> &[T] {
+    ///
+    /// # Safety
+    /// Nobody in this process writes to them while the slice lives.
+    pub(crate) unsafe fn elements<T: Element>(&self, at: u64, len: usize) -> &[T] {
         let (at, _) = self.check((at, (len * size_of::<T>()) as u64));
         assert!(at.is_multiple_of(align_of::<T>()), "elements start where their type may");
-        // SAFETY: in bounds and aligned (the mapping starts at a page); any bits are an element (`Element` is sealed).
-        // The owner of the buffer alone has it, by the module's rules.
+        // SAFETY: in bounds and aligned (the mapping starts at a page); any bits are an element (`Element` is sealed). The
+        // caller sees to the rest.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(at).cast(), len) }
     }
 
-    /// The same to change them. The caller owns them.
-    #[expect(clippy::mut_from_ref, reason = "the buffer that owns these elements is borrowed mutably")]
-    pub(crate) fn elements_mut<T: Element>(&self, at: u64, len: usize) -> &mut [T] {
+    /// The same to change them.
+    ///
+    /// # Safety
+    /// Nobody in this process reads or writes them in another way while the slice lives.
+    #[expect(clippy::mut_from_ref, reason = "disjoint parts of one mapping are written side by side")]
+    pub(crate) unsafe fn elements_mut<T: Element>(&self, at: u64, len: usize) -> &mut [T] {
         let (at, _) = self.check((at, (len * size_of::<T>()) as u64));
         assert!(at.is_multiple_of(align_of::<T>()), "elements start where their type may");
-        // SAFETY: as above, and the owner borrowed its buffer mutably.
+        assert!(self.writable, "a peer's memory is not written to");
+        // SAFETY: as above.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at).cast(), len) }
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: this is the mapping made in `private` or `map`; no slice outlives the value it borrows from.
+        // SAFETY: this is the mapping made in `private` or by `map`; no slice outlives the value it borrows from.
         let unmapped = unsafe { unmap(self.start.as_ptr().cast::<c_void>(), self.len) };
         debug_assert!(unmapped);
     }
@@ -194,135 +229,39 @@ fn mapped_len(len: u64) -> io::Result<usize> {
     usize::try_from(len.max(1)).map_err(|_| io::ErrorKind::OutOfMemory.into())
 }
 
-/// A box in some memory.
-#[derive(Debug, Clone)]
-pub struct Place {
-    pub memory: Arc<Memory>,
-    pub view: View,
-}
-
-impl Place {
-    pub fn bytes(&self) -> u64 {
-        self.view.bytes()
-    }
-
-    /// The slices of a part of the stream, to write from; as many as there is room for. Returns how many bytes.
-    pub(crate) fn slices<'a>(&'a self, part: Range<u64>, room: usize, out: &mut Vec<IoSlice<'a>>) -> u64 {
-        let mut bytes = 0;
-        for run in self.view.runs(part).take(room) {
-            out.push(IoSlice::new(self.memory.slice(run)));
-            bytes += run.1;
-        }
-        bytes
-    }
-
-    /// The same to read into.
-    pub(crate) fn slices_mut<'a>(
-        &'a self,
-        part: Range<u64>,
-        room: usize,
-        out: &mut Vec<IoSliceMut<'a>>,
-    ) -> u64 {
-        let mut bytes = 0;
-        for run in self.view.runs(part).take(room) {
-            out.push(IoSliceMut::new(self.memory.slice_mut(run)));
-            bytes += run.1;
-        }
-        bytes
-    }
-
-    /// Where a part of the stream lies, if it is one run of bytes. Whoever reads or writes there keeps to the module's
-    /// rules, and keeps the memory.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn in_one_run(&self, part: Range<u64>) -> Option<NonNull<[u8]>> {
-        let bytes = part.end - part.start;
-        let run = self.view.runs(part).next().filter(|run| run.1 == bytes)?;
-        Some(NonNull::from(self.memory.slice_mut(run)))
-    }
-
-    /// Continues a checksum over a part of the stream.
-    pub(crate) fn checksum(&self, part: Range<u64>, so_far: u32) -> u32 {
-        self.view.runs(part).fold(so_far, |crc, run| crc32c::crc32c_append(crc, self.memory.slice(run)))
-    }
-
-    /// Appends a part of the stream.
-    pub fn pack(&self, part: Range<u64>, out: &mut Vec<u8>) {
-        for run in self.view.runs(part) {
-            out.extend_from_slice(self.memory.slice(run));
-        }
-    }
-
-    /// Puts bytes at `offset` of the stream, or combines them with what is there.
-    pub fn unpack(&self, offset: u64, mut bytes: &[u8], combine: Option<Combine>) {
-        for run in self.view.runs(offset..offset + bytes.len() as u64) {
-            let (head, rest) = bytes.split_at(run.1 as usize);
-            put(self.memory.slice_mut(run), head, combine);
-            bytes = rest;
-        }
-    }
-
-    /// Copies a part of another place's stream to the same part of this one's. The two must not overlap in memory.
-    pub fn copy_from(&self, from: &Place, part: Range<u64>, combine: Option<Combine>) {
-        let (mut source, mut target) = (from.view.runs(part.clone()), self.view.runs(part));
-        let (mut have, mut want) = (source.next(), target.next());
-        while let (Some(a), Some(b)) = (have, want) {
-            let len = a.1.min(b.1);
-            put(self.memory.slice_mut((b.0, len)), from.memory.slice((a.0, len)), combine);
-            let rest = |run: (u64, u64)| (run.1 > len).then_some((run.0 + len, run.1 - len));
-            have = rest(a).or_else(|| source.next());
-            want = rest(b).or_else(|| target.next());
-        }
-    }
-}
-
-fn put(into: &mut [u8], bytes: &[u8], combine: Option<Combine>) {
-    match combine {
-        None => into.copy_from_slice(bytes),
-        Some(combine) => combine.apply(into, bytes),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crossmesh_core::region::{Region, Span};
+    use rustix::fs::{OFlags, openat};
+    use rustix::io::Errno;
 
-    fn place(memory: &Arc<Memory>, base: u64, held: &Region, region: &Region) -> Place {
-        Place { memory: memory.clone(), view: View::of_box(base, held, region, 2).unwrap() }
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri has no shared memory")]
+    fn a_peer_reads_what_is_shared_and_writes_nothing() {
+        let mine = Memory::shared(10_000).unwrap();
+        let segment = || mine.segment().unwrap().try_clone_to_owned().unwrap();
+        let theirs = Memory::of_peer(segment()).unwrap();
+        mine.own().unwrap().elements_mut::<u8>(5000, 200).fill(7);
+        assert_eq!(theirs.own().unwrap().elements::<u8>(5000, 200), [7; 200]);
+
+        assert_eq!(
+            map(&segment(), 4096, ProtFlags::WRITE).unwrap_err().kind(),
+            io::ErrorKind::PermissionDenied
+        );
+        assert_eq!(rustix::io::write(segment(), b"x"), Err(Errno::PERM));
+        assert_eq!(rustix::fs::ftruncate(segment(), 0), Err(Errno::PERM));
+        assert_eq!(fcntl_add_seals(segment(), SealFlags::WRITE), Err(Errno::PERM));
+        // Not by another way to the same file either.
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&mine.segment().unwrap()));
+        let again = openat(rustix::fs::CWD, path, OFlags::RDWR, rustix::fs::Mode::empty()).unwrap();
+        assert_eq!(rustix::io::write(&again, b"x"), Err(Errno::PERM));
+        // What we write is still seen.
+        mine.own().unwrap().elements_mut::<u8>(5000, 1)[0] = 9;
+        assert_eq!(theirs.own().unwrap().elements::<u8>(5000, 1), [9]);
     }
 
     #[test]
-    fn a_box_moves_between_buffers_of_different_shape() {
-        let memory = Arc::new(Memory::private(4096).unwrap());
-        let (wide, narrow) = (Region::whole(&[4, 6]), Region::new(vec![Span::new(1, 3), Span::new(1, 5)]));
-        let whole = place(&memory, 0, &wide, &wide);
-        whole.unpack(0, &(0..48).collect::<Vec<u8>>(), None);
-        let (from, into) = (place(&memory, 0, &wide, &narrow), place(&memory, 100, &narrow, &narrow));
-        for part in [0..3, 3..3, 3..16] {
-            into.copy_from(&from, part, None);
-        }
-        let (mut sent, mut got) = (vec![], vec![]);
-        from.pack(0..16, &mut sent);
-        into.pack(0..16, &mut got);
-        assert_eq!(sent, [14, 15, 16, 17, 18, 19, 20, 21, 26, 27, 28, 29, 30, 31, 32, 33]);
-        assert_eq!(got, sent);
-        assert_eq!(into.checksum(4..16, into.checksum(0..4, 0)), crc32c::crc32c(&sent));
-    }
-
-    #[test]
-    fn a_peer_reads_what_is_shared() {
-        let mine = Arc::new(Memory::shared(10_000).unwrap());
-        let whole = Region::whole(&[100]);
-        let written = place(&mine, 5000, &whole, &whole);
-        let segment = mine.segment().unwrap().try_clone_to_owned().unwrap();
-        let theirs = Arc::new(Memory::of_peer(segment).unwrap());
-        written.unpack(0, &[7; 200], None);
-        let mut read = vec![];
-        place(&theirs, 5000, &whole, &whole).pack(0..200, &mut read);
-        assert_eq!(read, [7; 200]);
-    }
-
-    #[test]
+    #[cfg_attr(miri, ignore = "Miri has no shared memory")]
     fn a_memory_of_no_bytes_is_a_memory() {
         assert!(Memory::private(0).is_ok() && Memory::shared(0).is_ok());
     }

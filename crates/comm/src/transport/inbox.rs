@@ -109,7 +109,7 @@ impl Inbox {
     fn direct(&self, arrivals: &Arrivals) -> Option<Message> {
         let incoming = self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data)?;
         let expected = &arrivals.get(&incoming.message())?.expected;
-        let in_place = expected.combine.is_none() && expected.place.view.run_bytes() >= MIN_DIRECT_RUN;
+        let in_place = expected.combine.is_none() && expected.place.view().run_bytes() >= MIN_DIRECT_RUN;
         (in_place && self.start == self.end && incoming.left() >= MIN_DIRECT).then(|| incoming.message())
     }
 

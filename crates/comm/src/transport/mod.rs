@@ -21,7 +21,7 @@ use std::os::fd::BorrowedFd;
 use crossmesh_core::id::Rank;
 
 use crate::combine::Combine;
-use crate::memory::Place;
+use crate::memory::place::Lent;
 use crate::wire::WireError;
 
 mod inbox;
@@ -44,7 +44,7 @@ pub struct Message {
 /// Where a message goes.
 #[derive(Debug, Clone)]
 pub struct Expected {
-    pub place: Place,
+    pub place: Lent,
     pub bytes: u64,
     /// How it is combined with what is there; else it replaces it.
     pub combine: Option<Combine>,
@@ -115,7 +115,7 @@ pub trait Link: Send {
     fn has_room(&self) -> bool;
     /// The largest part worth sending, given how much has to arrive before it can be forwarded.
     fn part_bytes(&self, chunk_bytes: u64) -> u64;
-    fn send(&mut self, message: Message, part: Range<u64>, from: &Place);
+    fn send(&mut self, message: Message, part: Range<u64>, from: &Lent);
 
     fn control(&mut self, control: Control);
     /// Drops what is not yet under way, but for words between engines.

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use super::{Event, LinkError, Message};
-use crate::memory::Place;
+use crate::memory::place::Lent;
 use crate::wire::{HEADER_BYTES, Header, Kind};
 
 /// Runs shorter than this are packed first: a slice of a system call costs about as much as copying a few hundred bytes.
@@ -37,7 +37,7 @@ struct Frame {
 
 enum Body {
     Bytes(Vec<u8>),
-    Place(Place, Range<u64>),
+    Place(Lent, Range<u64>),
 }
 
 impl Frame {
@@ -123,10 +123,10 @@ impl Outbox {
         });
     }
 
-    pub fn push_data(&mut self, message: Message, part: Range<u64>, from: &Place) {
+    pub fn push_data(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         let (offset, len) = (part.start, part.end - part.start);
         let sent = Some(Event::Sent { message, upto: part.end });
-        let (body, payload_crc) = if from.view.run_bytes() < MIN_DIRECT_RUN {
+        let (body, payload_crc) = if from.view().run_bytes() < MIN_DIRECT_RUN {
             let mut packed = Vec::with_capacity(len as usize);
             from.pack(part, &mut packed);
             let crc = crc32c::crc32c(&packed);

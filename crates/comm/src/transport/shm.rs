@@ -16,6 +16,7 @@ use std::sync::Arc;
 use super::inbox::Arrivals;
 use super::outbox::Outbox;
 use super::{Event, Expected, LinkError, Message};
+use crate::memory::place::Lent;
 use crate::memory::{Memory, Place};
 use crate::view::{Outer, View};
 use crate::wire::{Header, Kind, WireError};
@@ -33,7 +34,7 @@ const MAX_SEGMENTS: u32 = 4096;
 /// A part to be copied.
 struct Pull {
     message: Message,
-    from: Place,
+    from: Lent,
     next: u64,
     end: u64,
     /// Where a message goes that was offered in one part. Of others, the arrivals know.
@@ -63,25 +64,25 @@ impl Shm {
 
     /// Whether a part of this place is offered rather than sent. A small message, or one of no bytes at all, must not
     /// overtake an offered one.
-    pub fn takes(&self, from: &Place) -> bool {
+    pub fn takes(&self, from: &Lent) -> bool {
         let small = from.bytes() <= INLINE_BYTES && self.offered.is_empty();
-        from.memory.segment().is_some() && !small
+        from.memory().segment().is_some() && !small
     }
 
     pub fn offer(
         &mut self,
         message: Message,
         part: Range<u64>,
-        from: &Place,
+        from: &Lent,
         outbox: &mut Outbox,
     ) -> Result<(), LinkError> {
-        let segment = self.segment_of(&from.memory, outbox)?;
+        let segment = self.segment_of(from.memory(), outbox)?;
         let mut payload = segment.to_le_bytes().to_vec();
         let mut push = |value: u64| payload.extend_from_slice(&value.to_le_bytes());
         push(part.end - part.start);
-        push(from.view.base());
-        push(from.view.run_bytes());
-        for outer in from.view.outer() {
+        push(from.view().base());
+        push(from.view().run_bytes());
+        for outer in from.view().outer() {
             push(outer.count);
             push(outer.stride);
         }
@@ -141,7 +142,7 @@ impl Shm {
         arriving.promised = end;
         let whole = header.offset == 0 && end == arriving.expected.bytes;
         let whole = if whole { arrivals.remove(&message).map(|arriving| arriving.expected) } else { None };
-        let from = Place { memory: segment, view };
+        let from = lent_by_peer(&Place { memory: segment, view });
         self.pulls.push_back(Pull { message, from, next: header.offset, end, whole });
         Ok(())
     }
@@ -205,6 +206,12 @@ impl Shm {
             }
         }
     }
+}
+
+#[expect(unsafe_code, reason = "nobody in this process can write to a peer's segment")]
+fn lent_by_peer(place: &Place) -> Lent {
+    // SAFETY: a peer's segment is mapped to read, by this link alone.
+    unsafe { Lent::of(place) }.clone()
 }
 
 fn note_arrived(arrivals: &mut Arrivals, message: Message, upto: u64) {

@@ -15,7 +15,7 @@ use super::inbox::{Arrivals, Arriving, Inbox, Received};
 use super::outbox::Outbox;
 use super::shm::Shm;
 use super::{Control, Event, Expected, Link, LinkError, Message, tcp, words};
-use crate::memory::Place;
+use crate::memory::place::Lent;
 use crate::wire::{Header, Kind, MAX_PAYLOAD};
 
 /// What the kernel holds of ours: a few milliseconds of a fast NIC, little enough that who is next stays our decision.
@@ -146,7 +146,7 @@ impl Link for StreamLink {
         (chunk_bytes / 64 * 64).clamp(MIN_PART_BYTES, max.min(u64::from(MAX_PAYLOAD)))
     }
 
-    fn send(&mut self, message: Message, part: Range<u64>, from: &Place) {
+    fn send(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         match self.shm.as_mut().filter(|shm| shm.takes(from)) {
             Some(shm) => {
                 let offered = shm.offer(message, part, from, &mut self.outbox);

@@ -26,7 +26,7 @@ use super::inbox::{Arrivals, Arriving, check_extent};
 use super::words::{self, MAX_WORD_BYTES};
 use super::{Control, Event, Expected, Link, LinkError, Message};
 use crate::deadline::Deadline;
-use crate::memory::Place;
+use crate::memory::place::Lent;
 use crate::wire::{HEADER_BYTES, Header, Kind};
 
 mod calls;
@@ -160,7 +160,7 @@ impl MpiLink {
         Ok(())
     }
 
-    fn send_part(&mut self, message: Message, part: Range<u64>, from: &Place) -> Result<(), LinkError> {
+    fn send_part(&mut self, message: Message, part: Range<u64>, from: &Lent) -> Result<(), LinkError> {
         let len = part.end - part.start;
         let sent = Some(Event::Sent { message, upto: part.end });
         let header = |payload_crc| Header {
@@ -346,7 +346,7 @@ impl Link for MpiLink {
         (chunk_bytes / 64 * 64).clamp(MIN_PART_BYTES, MAX_PART_BYTES)
     }
 
-    fn send(&mut self, message: Message, part: Range<u64>, from: &Place) {
+    fn send(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         let sent = self.send_part(message, part, from);
         self.failed = self.failed.take().or(sent.err());
     }
