@@ -54,6 +54,11 @@ impl Kind {
     ];
 }
 
+/// The most that a frame of words lists, and says.
+pub const MAX_TAGS_PER_FRAME: usize = 4096;
+pub const MAX_REASON_BYTES: usize = 4096;
+const MAX_OFFER_BYTES: usize = 4096;
+
 /// No rank, where a frame could name one.
 pub const NOBODY: u32 = u32::MAX;
 
@@ -139,6 +144,26 @@ impl Header {
         }
         let offset = u64::from_le_bytes(bytes[16..24].try_into().expect("eight bytes"));
         Ok(Self { kind, job: word(8), tag: word(12), offset, len, payload_crc: word(28) })
+    }
+
+    /// That the fields which say nothing for this kind are zero, and that its payload is no longer than such payloads are.
+    pub fn check_fields(&self) -> Result<(), WireError> {
+        let (longest, has_job, has_tag, has_offset) = match self.kind {
+            Kind::Hello => (0, true, true, false),
+            Kind::Data => (MAX_PAYLOAD as usize, true, true, true),
+            Kind::Ready => (4 * MAX_TAGS_PER_FRAME, true, false, false),
+            Kind::Offer => (MAX_OFFER_BYTES, true, true, true),
+            Kind::Taken => (0, true, true, true),
+            Kind::Beat | Kind::Segment => (0, false, true, false),
+            Kind::Abort => (MAX_REASON_BYTES, false, true, false),
+            Kind::Bye => (0, false, false, false),
+        };
+        if self.len as usize > longest {
+            return Err(self.unexpected("its payload is longer than such frames are"));
+        }
+        let stray =
+            (!has_job && self.job != 0) || (!has_tag && self.tag != 0) || (!has_offset && self.offset != 0);
+        if stray { Err(self.unexpected("a field that says nothing is not zero")) } else { Ok(()) }
     }
 
     pub fn check_payload(&self, found: u32) -> Result<(), WireError> {

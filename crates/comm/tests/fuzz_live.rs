@@ -60,6 +60,8 @@ struct Work {
     program: Program,
     /// What the rank waits for: tag, bytes, and whether it is added to what is there.
     expected: Vec<(u32, u64, bool)>,
+    /// The tags of what it sends.
+    sends: Vec<u32>,
 }
 
 impl Work {
@@ -79,9 +81,13 @@ impl Work {
             _ => None,
         };
         let expected: Vec<_> = ops.iter().filter_map(recv).collect();
-        let sends = ops.iter().filter(|op| matches!(op.kind, OpKind::Send { .. })).count() as u32;
-        assert!(expected.len() >= 3 && sends >= 1);
-        Self { plan, program, expected }
+        let send = |op: &crossmesh_core::program::Op| match op.kind {
+            OpKind::Send { tag, .. } => Some(tag),
+            _ => None,
+        };
+        let sends: Vec<u32> = ops.iter().filter_map(send).collect();
+        assert!(expected.len() >= 3 && !sends.is_empty());
+        Self { plan, program, expected, sends }
     }
 
     fn spec(&self) -> JobSpec {
@@ -101,6 +107,8 @@ struct Session<'a> {
     work: &'a Work,
     /// By expected message: how much of it was sent.
     sent: Vec<u64>,
+    /// How many of the rank's messages were announced.
+    announced: usize,
     segments: u32,
 }
 
@@ -118,7 +126,16 @@ impl<'a> Session<'a> {
         let options = EngineOptions { deadline_ms: 2000, ..Default::default() };
         let mut engine = Engine::new(ME, vec![(PEER, link)], Box::new(clock.clone()), options).unwrap();
         let handle = engine.start(work.spec()).unwrap();
-        Self { engine, handle, clock, peer, work, sent: vec![0; work.expected.len()], segments: 0 }
+        Self {
+            engine,
+            handle,
+            clock,
+            peer,
+            work,
+            sent: vec![0; work.expected.len()],
+            announced: 0,
+            segments: 0,
+        }
     }
 
     /// A frame that a rank could send now.
@@ -130,9 +147,17 @@ impl<'a> Session<'a> {
         match seed.below(if open.is_empty() { 2 } else { 8 }) {
             0 => (Header::bare(Kind::Beat, 0, [0, 1, u32::MAX][seed.below(3)]), vec![]),
             1 => {
-                let tags: Vec<u8> =
-                    (0..seed.below(4)).flat_map(|_| (seed.below(8) as u32).to_le_bytes()).collect();
-                (Header::of(Kind::Ready, seed.below(3) as u32, 0, 0, &tags), tags)
+                // Of this job the next message, if there is one; of jobs to come, anything.
+                let job = seed.below(3) as u32;
+                let next = self.work.sends.get(self.announced).filter(|_| job == 0);
+                self.announced += usize::from(next.is_some());
+                let early = |_| seed.below(8) as u32;
+                let tags: Vec<u32> = match job {
+                    0 => next.copied().into_iter().collect(),
+                    _ => (0..3).map(early).collect(),
+                };
+                let tags: Vec<u8> = tags.into_iter().flat_map(u32::to_le_bytes).collect();
+                (Header::of(Kind::Ready, job, 0, 0, &tags), tags)
             }
             _ => {
                 let left = bytes - self.sent[which];

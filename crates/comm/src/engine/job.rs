@@ -301,6 +301,17 @@ impl Job {
         Ok(())
     }
 
+    /// A peer has a place for a message of ours: which op that is, or why there is no such message.
+    pub fn note_ready(&mut self, peer: Rank, tag: u32) -> Result<u32, &'static str> {
+        let op = self.send_by_tag.get(tag).filter(|op| self.peer_of(*op) == Some(peer));
+        let op = op.ok_or("no such message is for the rank that announces it")?;
+        let progress = &mut self.ops[op as usize];
+        match std::mem::replace(&mut progress.peer_ready, true) {
+            false => Ok(op),
+            true => Err("it was announced before"),
+        }
+    }
+
     /// How far the send at the head of a channel may go now; none if it may not go on.
     pub fn sendable(&self, channel: u32) -> Option<(u32, u64)> {
         let op = *self.channels[channel as usize].queue.front()?;

@@ -41,6 +41,7 @@ use crate::flight::FlightRecord;
 use crate::memory::lease::{Borrower, Lease};
 use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
 use crate::wake::{Sleeper, Waker};
+use crate::wire::{Kind, WireError};
 pub(crate) use job::Job;
 use sends::InLine;
 
@@ -119,6 +120,8 @@ struct Peer {
 
 pub struct Engine {
     me: Rank,
+    /// How many ranks there are, as far as is known.
+    world: u32,
     peers: Vec<Peer>,
     poller: OwnedFd,
     clock: Box<dyn Clock>,
@@ -129,7 +132,7 @@ pub struct Engine {
     /// Memory of jobs that failed: their links may still have it.
     unsettled: Vec<Lease>,
     /// Announcements for jobs that have not started here.
-    early: FxHashMap<u32, Vec<u32>>,
+    early: FxHashMap<u32, Vec<(Rank, u32)>>,
     early_tags: usize,
     line: BinaryHeap<InLine>,
     virtual_time: f64,
@@ -185,8 +188,10 @@ impl Engine {
                 lost: false,
             });
         }
+        let ranks = peers.iter().map(|p| p.rank.0 + 1).chain([me.0 + 1, options.hosts.len() as u32]);
         Ok(Self {
             me,
+            world: ranks.max().unwrap_or(0),
             peers,
             poller,
             clock,
@@ -244,9 +249,11 @@ impl Engine {
         let mut job = Job::new(spec, now, link_of, self.me, self.borrower)?;
         let early = self.early.remove(&id).unwrap_or_default();
         self.early_tags -= early.len();
-        for tag in early {
-            if let Some(op) = job.send_by_tag.get(tag) {
-                job.ops[op as usize].peer_ready = true;
+        for (peer, tag) in early {
+            if let Err(why) = job.note_ready(peer, tag) {
+                let cause = WireError::Unexpected { kind: Kind::Ready, job: id, tag, why };
+                let error = self.nonsense(peer, cause);
+                return Err(self.give_up(error));
             }
         }
         let ready: Vec<u32> = (0..).zip(&job.ops).filter(|(_, p)| p.waits == 0).map(|(i, _)| i).collect();
@@ -410,30 +417,49 @@ impl Engine {
         let now = self.clock.now_ns();
         for event in events.drain(..) {
             match event {
-                Event::Ready { job, tags } => self.on_ready(job, tags)?,
+                Event::Ready { job, tags } => self.on_ready(self.peers[peer].rank, job, &tags)?,
                 Event::Arrived { message, upto } => self.on_arrived(message, upto, now),
                 Event::Sent { message, upto } => self.on_sent(message, upto, now),
-                Event::Beat { waits_for } => self.peers[peer].waits_for = waits_for,
+                Event::Beat { waits_for } => {
+                    self.check_rank(peer, Kind::Beat, waits_for)?;
+                    self.peers[peer].waits_for = waits_for;
+                }
                 Event::Bye => self.peers[peer].said_bye = true,
-                Event::Abort { culprit, reason } => return Err(self.aborted(culprit, reason)),
+                Event::Abort { culprit, reason } => {
+                    self.check_rank(peer, Kind::Abort, Some(culprit))?;
+                    return Err(self.aborted(culprit, reason));
+                }
             }
         }
         Ok(())
     }
 
-    fn on_ready(&mut self, id: u32, tags: Vec<u32>) -> Result<(), CommError> {
+    /// A rank that a peer speaks of has to be one.
+    fn check_rank(&self, peer: usize, kind: Kind, rank: Option<Rank>) -> Result<(), CommError> {
+        let Some(rank) = rank.filter(|rank| rank.0 >= self.world) else { return Ok(()) };
+        let cause = WireError::Unexpected { kind, job: 0, tag: rank.0, why: "there is no such rank" };
+        Err(self.nonsense(self.peers[peer].rank, cause))
+    }
+
+    fn on_ready(&mut self, peer: Rank, id: u32, tags: &[u32]) -> Result<(), CommError> {
         let Some(job) = self.jobs.get_mut(&id) else {
             self.early_tags += tags.len();
             if self.early_tags > MAX_EARLY_TAGS {
                 let cause = "peers announce more messages than any program has".into();
                 return Err(CommError::System { me: self.me, what: "keep announcements", cause });
             }
-            self.early.entry(id).or_default().extend(tags);
+            self.early.entry(id).or_default().extend(tags.iter().map(|tag| (peer, *tag)));
             return Ok(());
         };
-        let ops: Vec<u32> = tags.iter().filter_map(|tag| job.send_by_tag.get(*tag)).collect();
-        for op in &ops {
-            job.ops[*op as usize].peer_ready = true;
+        let mut ops = Vec::with_capacity(tags.len());
+        for tag in tags {
+            match job.note_ready(peer, *tag) {
+                Ok(op) => ops.push(op),
+                Err(why) => {
+                    let cause = WireError::Unexpected { kind: Kind::Ready, job: id, tag: *tag, why };
+                    return Err(self.nonsense(peer, cause));
+                }
+            }
         }
         for op in ops {
             self.wake_sender(id, op);

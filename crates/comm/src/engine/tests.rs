@@ -95,12 +95,17 @@ fn engine_with_room(taken: &Taken, full: &Arc<AtomicBool>) -> Engine {
     Engine::new(Rank(0), links, Box::new(Monotonic), EngineOptions::default()).unwrap()
 }
 
+/// The receivers of these sends have a place for them: r1 for tag 0, r2 for tag 1.
+fn ready(engine: &mut Engine, job: u32, tags: &[u32]) {
+    tags.iter().for_each(|tag| engine.on_ready(Rank(tag + 1), job, &[*tag]).unwrap());
+}
+
 #[test]
 fn sends_share_by_weight() {
     let (plan, taken) = (fan_out(), Taken::default());
     let mut engine = engine(&taken);
     let handle = engine.start(spec(&plan, 0, [300, 100])).unwrap();
-    engine.on_ready(0, vec![0, 1]).unwrap();
+    ready(&mut engine, 0, &[0, 1]);
     let report = engine.wait(handle).unwrap();
     assert_eq!(report.bytes_sent, 240_000);
     let taken = taken.lock().unwrap();
@@ -117,11 +122,11 @@ fn sends_share_by_weight() {
 fn a_send_waits_until_its_receiver_is_ready() {
     let (plan, taken) = (fan_out(), Taken::default());
     let mut engine = engine(&taken);
-    engine.on_ready(0, vec![1]).unwrap(); // before the job has started here
+    ready(&mut engine, 0, &[1]); // before the job has started here
     let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
     assert!(!engine.test(handle).unwrap());
     assert!(taken.lock().unwrap().iter().all(|(m, _)| m.tag == 1));
-    engine.on_ready(0, vec![0]).unwrap();
+    ready(&mut engine, 0, &[0]);
     assert!(engine.test(handle).unwrap());
 }
 
@@ -132,7 +137,7 @@ fn the_job_of_higher_priority_sends_first() {
     let urgent = JobSpec { priority: 1, ..spec(&plan, 7, [1, 1]) };
     let handles = [engine.start(spec(&plan, 3, [1, 1])).unwrap(), engine.start(urgent).unwrap()];
     for job in [3, 7] {
-        engine.on_ready(job, vec![0, 1]).unwrap();
+        ready(&mut engine, job, &[0, 1]);
     }
     for handle in handles {
         assert_eq!(engine.wait(handle).unwrap().bytes_sent, 240_000);
@@ -147,7 +152,7 @@ fn whoever_waits_for_room_hears_of_it_from_any_flush() {
     let (plan, taken, full) = (fan_out(), Taken::default(), Arc::new(AtomicBool::new(true)));
     let mut engine = engine_with_room(&taken, &full);
     let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
-    engine.on_ready(0, vec![0, 1]).unwrap();
+    ready(&mut engine, 0, &[0, 1]);
     assert!(!engine.test(handle).unwrap());
     assert!(taken.lock().unwrap().is_empty());
     full.store(false, Ordering::Relaxed);

@@ -22,6 +22,7 @@ use crate::error::CommError;
 use crate::flight::{FlightRecord, JobRecord, PeerRecord, PeerState, Wait};
 use crate::transport::{Control, Event, LinkError};
 use crate::wake::Waker;
+use crate::wire::WireError;
 
 /// Between two signs of life.
 const BEAT_NS: u64 = 200_000_000;
@@ -231,10 +232,7 @@ impl Engine {
         let (me, host) = (self.me, self.host(rank));
         let (op, tensor, bytes) = self.outstanding(rank);
         let error = match error {
-            LinkError::Wire(cause) => {
-                let cause = Box::new(cause);
-                return Err(CommError::Protocol { me, peer: rank, host, op, tensor, bytes, cause });
-            }
+            LinkError::Wire(cause) => return Err(self.nonsense(rank, cause)),
             LinkError::Io(error) if is_broken_here(&error, self.peers[peer].link.fd()) => {
                 return Err(CommError::BrokenHere { me, peer: rank, op, tensor, bytes });
             }
@@ -245,6 +243,13 @@ impl Engine {
         let at = self.clock.now_ns() + GRACE_NS;
         self.watch.suspicion.get_or_insert((error, at));
         Ok(())
+    }
+
+    /// What a peer said cannot be.
+    pub(super) fn nonsense(&self, peer: Rank, cause: WireError) -> CommError {
+        let (op, tensor, bytes) = self.outstanding(peer);
+        let (me, host, cause) = (self.me, self.host(peer), Box::new(cause));
+        CommError::Protocol { me, peer, host, op, tensor, bytes, cause }
     }
 
     pub(super) fn aborted(&self, culprit: Rank, reason: String) -> CommError {

@@ -57,7 +57,8 @@ impl Memory {
                 std::ptr::null_mut(),
                 len,
                 ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
+                // Miri knows the plain sort only.
+                if cfg!(miri) { MapFlags::PRIVATE } else { MapFlags::PRIVATE | MapFlags::NORESERVE },
             )?
         };
         Ok(Self { start: non_null(start), len, segment: None, writable: true, in_use: InUse::default() })

@@ -6,7 +6,7 @@
 //! ```
 
 use std::collections::VecDeque;
-use std::io::IoSliceMut;
+use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -24,6 +24,8 @@ const MIN_DIRECT: u64 = 16 << 10;
 /// What is read ahead behind a long payload: enough for the next header and a few control frames.
 const TAIL_BYTES: usize = 4 << 10;
 const MAX_SLICES: usize = 512;
+/// Descriptors that came before their frame was read.
+const MAX_DESCRIPTORS: usize = 64;
 
 /// A message that is arriving.
 pub struct Arriving {
@@ -66,6 +68,8 @@ pub struct Inbox {
     end: usize,
     incoming: Option<Incoming>,
     pub descriptors: VecDeque<OwnedFd>,
+    /// The first frame was a greeting.
+    pub greeted: bool,
     /// Everything that was read.
     pub bytes: u64,
 }
@@ -78,6 +82,7 @@ impl Inbox {
             end: 0,
             incoming: None,
             descriptors: VecDeque::new(),
+            greeted: false,
             bytes: 0,
         }
     }
@@ -102,7 +107,14 @@ impl Inbox {
             Err(errno) => return Err(errno.into()),
         }
         self.parse(arrivals, out)?;
-        Ok(true)
+        // They come with the frames that speak of them.
+        match self.descriptors.len() > MAX_DESCRIPTORS {
+            true => Err(LinkError::Io(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "descriptors without a segment",
+            ))),
+            false => Ok(true),
+        }
     }
 
     /// The message whose payload can be read straight into place.
@@ -158,8 +170,12 @@ impl Inbox {
             return Ok(false);
         };
         let header = Header::decode(bytes)?;
-        if header.kind == Kind::Data {
-            check_data(&header, arrivals)?;
+        header.check_fields()?;
+        match header.kind {
+            Kind::Hello => self.greeted = true,
+            _ if !self.greeted => return Err(header.unexpected("it comes before the greeting").into()),
+            Kind::Data => check_data(&header, arrivals)?,
+            _ => {}
         }
         self.start += HEADER_BYTES;
         self.incoming = Some(Incoming { header, got: 0, crc: 0, control: vec![] });

@@ -41,6 +41,12 @@ struct Pull {
     whole: Option<Expected>,
 }
 
+/// A part that the peer may read.
+struct Offered {
+    message: Message,
+    part: Range<u64>,
+}
+
 #[derive(Default)]
 pub struct Shm {
     /// Ours that the peer knows, by id.
@@ -48,8 +54,8 @@ pub struct Shm {
     /// The peer's, by id.
     mapped: Vec<Arc<Memory>>,
     pulls: VecDeque<Pull>,
-    /// Offered and not taken: how many parts, and their bytes.
-    offered: VecDeque<u64>,
+    /// Offered and not taken, in order; receivers take parts in the order in which they were offered.
+    offered: VecDeque<Offered>,
     offered_bytes: u64,
 }
 
@@ -88,8 +94,8 @@ impl Shm {
         }
         let header = Header::of(Kind::Offer, message.job, message.tag, part.start, &payload);
         outbox.push_control(header, payload, None);
-        self.offered.push_back(part.end - part.start);
         self.offered_bytes += part.end - part.start;
+        self.offered.push_back(Offered { message, part });
         Ok(())
     }
 
@@ -169,9 +175,13 @@ impl Shm {
     }
 
     pub fn on_taken(&mut self, header: &Header) -> Result<Event, LinkError> {
-        let len = self.offered.pop_front().ok_or_else(|| unexpected(header, "nothing was offered"))?;
-        self.offered_bytes -= len;
-        Ok(Event::Sent { message: Message { job: header.job, tag: header.tag }, upto: header.offset })
+        let Offered { message, part } =
+            self.offered.pop_front().ok_or_else(|| unexpected(header, "nothing was offered"))?;
+        if (header.job, header.tag, header.offset) != (message.job, message.tag, part.end) {
+            return Err(unexpected(header, "it is not what was offered next").into());
+        }
+        self.offered_bytes -= part.end - part.start;
+        Ok(Event::Sent { message, upto: part.end })
     }
 
     /// Copies a step's worth of what was offered.

@@ -30,6 +30,7 @@ const MAX_OFFER_BYTES: u64 = 1 << 20;
 
 pub struct StreamLink {
     socket: OwnedFd,
+    me: Rank,
     peer: Rank,
     greeted: bool,
     inbox: Inbox,
@@ -59,6 +60,7 @@ impl StreamLink {
         outbox.push_control(Header::bare(Kind::Hello, peer.0, me.0), vec![], None);
         Ok(Self {
             socket,
+            me,
             peer,
             greeted: false,
             inbox: Inbox::new(),
@@ -89,11 +91,11 @@ impl StreamLink {
         events: &mut Vec<Event>,
     ) -> Result<(), LinkError> {
         let unexpected = |why| header.unexpected(why);
-        if header.kind != Kind::Hello && !self.greeted {
-            return Err(unexpected("it comes before the greeting").into());
-        }
         match (header.kind, &mut self.shm) {
-            (Kind::Hello, _) if header.tag != self.peer.0 || self.greeted => {
+            (Kind::Hello, _) if self.greeted => {
+                return Err(unexpected("it has greeted already").into());
+            }
+            (Kind::Hello, _) if (header.tag, header.job) != (self.peer.0, self.me.0) => {
                 return Err(unexpected("another rank was to be here").into());
             }
             (Kind::Hello, _) => self.greeted = true,

@@ -212,6 +212,7 @@ impl MpiLink {
         let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
         let (header, payload) = bytes.split_first_chunk::<HEADER_BYTES>().ok_or_else(short)?;
         let header = Header::decode(header)?;
+        header.check_fields()?;
         let follows = header.kind == Kind::Data && header.len as usize > INLINE_BYTES;
         if payload.len() != if follows { 0 } else { header.len as usize } {
             return Err(header.unexpected("its payload has another length").into());
