@@ -163,6 +163,19 @@ fn a_run_learns_and_writes_what_it_promises() {
     assert!(said.stderr.contains("step 10  loss "), "{}", said.stderr);
 }
 
+/// Hundreds of gradients in flight, and few descriptors: memory for them comes in a few segments.
+#[test]
+fn small_buckets_do_not_take_a_descriptor_each() {
+    let run = Run::new();
+    let settings = ["model.width=96", "model.layers=4", "train.steps=2", "optimizer.bucket=4KiB"];
+    let sets: Vec<String> = settings.iter().map(|set| format!("--set {set}")).collect();
+    let script = format!("ulimit -n 256; exec \"$0\" train tiny.toml {}", sets.join(" "));
+    let mut limited = Command::new("sh");
+    limited.args(["-c", &script]).arg(binary().get_program()).current_dir(run.scratch.path());
+    trained(&said(&mut limited));
+    assert_eq!(run.metrics().len(), 2);
+}
+
 #[test]
 fn a_resumed_run_has_the_losses_of_one_that_never_stopped() {
     let whole = Run::new();

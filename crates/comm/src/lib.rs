@@ -25,6 +25,7 @@ pub mod execute;
 pub mod flight;
 pub mod fuzz;
 pub mod launch;
+pub mod limits;
 pub mod memory;
 pub mod pattern;
 pub mod rendezvous;

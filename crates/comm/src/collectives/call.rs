@@ -40,7 +40,7 @@ pub(super) struct UnderWay {
     pub divide_by: Option<u32>,
     /// Kept until the end.
     _source: Option<Raw>,
-    _stages: Segment,
+    _stages: Option<Segment>,
 }
 
 impl Collectives {
@@ -78,8 +78,9 @@ impl Collectives {
         let located = self.places::<T>(&call, &planned, elements.raw)?;
         let program = &planned.program.ranks[self.me.index()];
         let stage_bytes = program.stages.iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum::<u64>();
-        let stages = self.pool.take(stage_bytes).map_err(|e| self.no_memory(stage_bytes as usize, &e))?;
-        let buffers = planned.bind(self.me, &located, &stages);
+        let stages = (stage_bytes > 0).then(|| self.pool.take(stage_bytes)).transpose();
+        let stages = stages.map_err(|e| self.no_memory(stage_bytes as usize, &e))?;
+        let buffers = planned.bind(self.me, &located, stages.as_ref());
         let mut spec = JobSpec::new(job, &planned.plan, &planned.program, self.me, &buffers)?;
         let Located { source, result, .. } = located;
         if source.is_none() {
@@ -169,7 +170,7 @@ impl Planned {
     }
 
     /// Every box's address.
-    fn bind(&self, me: Rank, located: &Located, stages: &Segment) -> RankBuffers {
+    fn bind(&self, me: Rank, located: &Located, stages: Option<&Segment>) -> RankBuffers {
         let Located { source, result, origin } = located;
         let packed = source.is_some();
         let shards = |side: fn(&Reshard) -> &Placed, raw: &Raw| {
@@ -188,7 +189,8 @@ impl Planned {
             self.plan.problem.reshards.iter().map(|r| held(side(r))).collect()
         };
         let source = source.as_ref().unwrap_or(result);
-        let mut next = 0;
+        let staged = stages.unwrap_or(&result.segment);
+        let mut next = staged.at;
         let stage = |bytes: &u64| {
             let base = next;
             next += bytes.next_multiple_of(ALIGN);
@@ -200,7 +202,7 @@ impl Planned {
             stages: self.program.ranks[me.index()].stages.iter().map(stage).collect(),
             src_memory: source.segment.memory.clone(),
             dst_memory: result.segment.memory.clone(),
-            memory: stages.memory.clone(),
+            memory: staged.memory.clone(),
             // The tensors are the caller's.
             tensor_bytes: 0,
         }

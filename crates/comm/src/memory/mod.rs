@@ -20,12 +20,14 @@ use std::ptr::NonNull;
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, memfd_create,
 };
+use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
 pub use lease::{Busy, Owned};
 pub use place::Place;
 
 use crate::collectives::Element;
+use crate::limits::no_descriptor;
 use crate::room::check_room;
 use lease::InUse;
 
@@ -69,7 +71,8 @@ impl Memory {
     pub fn shared(len: u64) -> io::Result<Self> {
         let len = mapped_len(len)?;
         check_room(len as u64)?;
-        let segment = memfd_create(segment_name(), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let segment = memfd_create(segment_name(), flags).map_err(no_segment)?;
         fallocate(&segment, FallocateFlags::empty(), 0, len as u64)?;
         let start = map(&segment, len, ProtFlags::READ | ProtFlags::WRITE)?;
         let memory = Self { start, len, segment: Some(segment), writable: true, in_use: InUse::default() };
@@ -137,6 +140,13 @@ impl Memory {
         assert!(self.writable, "a peer's memory is not written to");
         // SAFETY: in bounds and mapped; the caller sees to the rest.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at), len) }
+    }
+}
+
+fn no_segment(errno: Errno) -> io::Error {
+    match errno {
+        Errno::MFILE | Errno::NFILE => no_descriptor(errno),
+        other => other.into(),
     }
 }
 
@@ -234,7 +244,6 @@ fn mapped_len(len: u64) -> io::Result<usize> {
 mod tests {
     use super::*;
     use rustix::fs::{OFlags, openat};
-    use rustix::io::Errno;
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri has no shared memory")]
