@@ -1,9 +1,10 @@
 //! What a rank of a run is there for: a plan, a training step, a sweep of collectives, or training.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use crossmesh_comm::device::VirtualDevice;
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, RankReport, execute, peers_of};
@@ -14,30 +15,36 @@ use crossmesh_comm::transport::tcp::Shares;
 use crossmesh_core::cluster::Topology;
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::Program;
-use crossmesh_core::reshard::{Plan, lower};
+use crossmesh_core::reshard::Plan;
+use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::step::doc::StepDoc;
 use crossmesh_core::step::{Step, StepProgram, lower_step};
+use crossmesh_core::verify::Verified;
 
 use crate::input::{PlanFile, read_plan};
+use crate::predict::Violation;
 use crate::sweep_doc::SweepDoc;
 use crate::training::{self, OnStep, Training};
 
 /// See the module.
 #[expect(clippy::large_enum_variant, reason = "a process has one of it")]
 pub enum Task<'a> {
-    Plan { plan: Cow<'a, Plan>, program: Program },
+    Plan { plan: Cow<'a, Plan>, program: Verified },
     Step { step: Cow<'a, Step>, lowered: Cow<'a, StepProgram> },
     Sweep { sweep: Cow<'a, Sweep> },
     Train { training: Cow<'a, Training> },
 }
 
 impl<'a> Task<'a> {
-    pub fn of_plan(plan: &'a Plan) -> Self {
-        Task::Plan { program: lower(plan), plan: Cow::Borrowed(plan) }
+    pub fn of_plan(plan: &'a Plan, program: &Verified) -> Self {
+        Task::Plan { program: program.clone(), plan: Cow::Borrowed(plan) }
     }
 
-    pub fn of_owned_plan(plan: Plan) -> Task<'static> {
-        Task::Plan { program: lower(&plan), plan: Cow::Owned(plan) }
+    /// Proves the plan: nothing that breaks a law is run.
+    pub fn of_owned_plan(plan: Plan) -> Result<Task<'static>> {
+        let program = Verified::plan(&plan, Addressing::Apart)
+            .map_err(|error| anyhow!("the plan breaks a law: {}", Violation::from(error)))?;
+        Ok(Task::Plan { program, plan: Cow::Owned(plan) })
     }
 
     /// The step that a document describes.
@@ -72,7 +79,7 @@ impl<'a> Task<'a> {
         match (plan, step, sweep) {
             (Some(path), None, None) => {
                 let PlanFile { plan, .. } = read_plan(path)?;
-                Ok(Self::of_owned_plan(plan))
+                Self::of_owned_plan(plan)
             }
             (None, Some(path), None) => {
                 let text = std::fs::read_to_string(path)
@@ -97,7 +104,13 @@ impl<'a> Task<'a> {
     /// The ranks that take part, in order.
     pub fn ranks(&self) -> Vec<Rank> {
         match self {
-            Task::Plan { plan, .. } => plan.problem.meshes_of_ranks().into_keys().collect(),
+            Task::Plan { plan, program } => {
+                // Ranks of no mesh may pass something on.
+                let busy = (0..).map(Rank).zip(&program.ranks).filter(|(_, r)| !r.ops.is_empty());
+                let mut ranks: BTreeSet<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
+                ranks.extend(busy.map(|(rank, _)| rank));
+                ranks.into_iter().collect()
+            }
             Task::Step { step, .. } => {
                 let mut ranks: Vec<Rank> = step.ranks.iter().flatten().copied().collect();
                 ranks.sort_unstable();
@@ -185,7 +198,8 @@ impl<'a> Task<'a> {
         let name = match self {
             Task::Plan { plan, .. } => plan.problem.reshards.get(tensor as usize).map(|r| &r.name),
             Task::Step { step, lowered } => {
-                let crossing = lowered.instances.get(tensor as usize).map(|i| i.crossing as usize);
+                let instance = lowered.instance_of.get(tensor as usize);
+                let crossing = instance.map(|i| lowered.instances[*i as usize].crossing as usize);
                 crossing.and_then(|c| step.crossings.get(c)).map(|c| &c.name)
             }
             Task::Sweep { .. } | Task::Train { .. } => None,
@@ -201,7 +215,7 @@ impl<'a> Task<'a> {
         barrier: &mut Barrier<'_>,
     ) -> Result<RankReport, Failure> {
         match self {
-            Task::Plan { plan, .. } => execute(plan, rank, links, options, barrier),
+            Task::Plan { plan, program } => execute(plan, program.rank(rank), links, options, barrier),
             Task::Step { step, lowered } => {
                 let device = VirtualDevice::new().map_err(|e| CommError::System {
                     me: rank,

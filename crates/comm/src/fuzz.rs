@@ -54,7 +54,7 @@ fn expected(tag: u32) -> Expected {
     let columns = |width| Region::new(vec![Span::new(0, 64), Span::new(0, width)]);
     let region = [held.clone(), columns(3), columns(255), columns(0)][tag as usize % 4].clone();
     let view = View::of_box(0, &held, &region, 4).expect("columns lie in the whole");
-    let combine = Combine::new(DType::F32, ReduceOp::Sum).filter(|_| tag == 1);
+    let combine = (tag == 1).then(|| Combine::new(DType::F32, ReduceOp::Sum));
     Expected { bytes: view.bytes(), place: lent(&Place { memory, view }), combine }
 }
 

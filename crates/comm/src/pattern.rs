@@ -7,14 +7,15 @@
 use std::fmt;
 
 use crossmesh_core::dtype::DType;
-use crossmesh_core::id::Rank;
 use crossmesh_core::layout::{Layout, ReduceOp};
+use crossmesh_core::program::Holds;
 use crossmesh_core::region::Region;
-use crossmesh_core::reshard::{Placed, Plan};
+use crossmesh_core::reshard::Plan;
 use half::{bf16, f16};
 
-use crate::buffer::{HeldBox, RankBuffers};
-use crate::view::View;
+use crate::buffer::RankBuffers;
+use crate::combine::{F8E4M3, F8E5M2};
+use crate::memory::Place;
 
 /// What destinations hold before a run, so that what never arrives is noticed.
 const POISON: u8 = 0xA5;
@@ -42,82 +43,96 @@ impl fmt::Display for Wrong {
 /// Patterns are for runs to start from and to end with.
 const NO_PROGRAM: &str = "no program runs on the memory";
 
+/// A tensor as a pattern knows it: its number, its name and its source layout.
+#[derive(Debug, Clone, Copy)]
+pub struct Patterned<'a> {
+    pub tensor: usize,
+    pub name: &'a str,
+    pub layout: &'a Layout,
+}
+
+impl<'a> Patterned<'a> {
+    pub fn of(plan: &'a Plan, tensor: usize) -> Self {
+        let reshard = &plan.problem.reshards[tensor];
+        Self { tensor, name: &reshard.name, layout: &reshard.src.layout }
+    }
+
+    fn values(self) -> Values<'a> {
+        Values { tensor: self.tensor as u64, layout: self.layout }
+    }
+
+    /// Fills a box with a part of the tensor.
+    pub fn fill(self, region: &Region, part: u32, place: &Place) {
+        let (values, element) = (self.values(), self.layout.dtype().bytes());
+        let mut memory = place.memory.own().expect(NO_PROGRAM);
+        let mut row = vec![];
+        for_rows(region, self.layout.shape(), |index, len, at| {
+            row.clear();
+            (index..index + len)
+                .for_each(|i| row.extend_from_slice(&values.part(i, u64::from(part)).bytes()));
+            memory.unpack(&place.view, at * element, &row);
+        });
+    }
+
+    /// Looks at every element of a box; the first that is not whole and right, if there is one.
+    pub fn check(self, region: &Region, place: &Place) -> Option<Wrong> {
+        let (values, element) = (self.values(), self.layout.dtype().bytes());
+        let memory = place.memory.own().expect(NO_PROGRAM);
+        let (mut found, mut expected, mut wrong) = (vec![], vec![], None);
+        for_rows(region, self.layout.shape(), |index, len, at| {
+            found.clear();
+            expected.clear();
+            memory.pack(&place.view, at * element..(at + len) * element, &mut found);
+            (index..index + len).for_each(|i| expected.extend_from_slice(&values.whole(i).bytes()));
+            if found != expected && wrong.is_none() {
+                let (f, e) = (found.chunks(element as usize), expected.chunks(element as usize));
+                wrong = (index..).zip(f.zip(e)).find(|(_, (f, e))| f != e).map(|(i, (f, e))| Wrong {
+                    tensor: format!("{} {}", self.tensor, self.name),
+                    element: coordinates(i, self.layout.shape()),
+                    found: f.to_vec(),
+                    expected: e.to_vec(),
+                });
+            }
+        });
+        wrong
+    }
+}
+
+/// Overwrites a box, so that what never arrives is noticed.
+pub fn poison(place: &Place) {
+    let block = vec![POISON; BLOCK_BYTES];
+    let mut memory = place.memory.own().expect(NO_PROGRAM);
+    let mut at = 0;
+    while at < place.bytes() {
+        let len = (place.bytes() - at).min(BLOCK_BYTES as u64);
+        memory.unpack(&place.view, at, &block[..len as usize]);
+        at += len;
+    }
+}
+
 /// Fills a rank's source shards.
-pub fn fill_sources(plan: &Plan, rank: Rank, buffers: &RankBuffers) {
-    let mut memory = buffers.src_memory.own().expect(NO_PROGRAM);
-    for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
-        let part = contribution(&reshard.src, rank);
-        let values = Values { tensor: tensor as u64, layout: &reshard.src.layout };
-        for held in &buffers.src[tensor] {
-            let view = whole(held, &reshard.src.layout);
-            let mut row = vec![];
-            for_rows(&held.region, reshard.src.layout.shape(), |index, len, at| {
-                row.clear();
-                (index..index + len).for_each(|i| row.extend_from_slice(&values.part(i, part).bytes()));
-                memory.unpack(&view, at * reshard.src.layout.dtype().bytes(), &row);
-            });
+pub fn fill_sources(plan: &Plan, buffers: &RankBuffers) {
+    for tile in &buffers.program().tiles {
+        if let Holds::Source(part) = tile.holds {
+            let region = &buffers.program().whole().boxes[tile.region];
+            Patterned::of(plan, tile.tensor as usize).fill(region, part, &buffers.whole(tile));
         }
     }
 }
 
 /// Overwrites a rank's destination shards.
-pub fn poison_destinations(plan: &Plan, buffers: &RankBuffers) {
-    let block = vec![POISON; BLOCK_BYTES];
-    let mut memory = buffers.dst_memory.own().expect(NO_PROGRAM);
-    for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
-        for held in &buffers.dst[tensor] {
-            let view = whole(held, &reshard.dst.layout);
-            let bytes = view.bytes();
-            let mut at = 0;
-            while at < bytes {
-                let len = (bytes - at).min(BLOCK_BYTES as u64);
-                memory.unpack(&view, at, &block[..len as usize]);
-                at += len;
-            }
-        }
-    }
+pub fn poison_destinations(buffers: &RankBuffers) {
+    let goals = buffers.program().tiles.iter().filter(|t| t.holds == Holds::Goal);
+    goals.for_each(|tile| poison(&buffers.whole(tile)));
 }
 
 /// Looks at every element of a rank's destination shards; the first wrong one, if there is one.
 pub fn check_destinations(plan: &Plan, buffers: &RankBuffers) -> Option<Wrong> {
-    let memory = buffers.dst_memory.own().expect(NO_PROGRAM);
-    for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
-        let values = Values { tensor: tensor as u64, layout: &reshard.src.layout };
-        let element = reshard.src.layout.dtype().bytes();
-        for held in &buffers.dst[tensor] {
-            let view = whole(held, &reshard.dst.layout);
-            let (mut found, mut expected, mut wrong) = (vec![], vec![], None);
-            for_rows(&held.region, reshard.src.layout.shape(), |index, len, at| {
-                found.clear();
-                expected.clear();
-                memory.pack(&view, at * element..(at + len) * element, &mut found);
-                (index..index + len).for_each(|i| expected.extend_from_slice(&values.whole(i).bytes()));
-                if found != expected && wrong.is_none() {
-                    let (f, e) = (found.chunks(element as usize), expected.chunks(element as usize));
-                    wrong = (index..).zip(f.zip(e)).find(|(_, (f, e))| f != e).map(|(i, (f, e))| Wrong {
-                        tensor: format!("{tensor} {}", reshard.name),
-                        element: coordinates(i, reshard.src.layout.shape()),
-                        found: f.to_vec(),
-                        expected: e.to_vec(),
-                    });
-                }
-            });
-            if wrong.is_some() {
-                return wrong;
-            }
-        }
-    }
-    None
-}
-
-fn whole(held: &HeldBox, layout: &Layout) -> View {
-    let view = View::of_box(held.base, &held.region, &held.region, layout.dtype().bytes());
-    view.expect("a box contains itself")
-}
-
-fn contribution(placed: &Placed, rank: Rank) -> u64 {
-    let position = placed.ranks.iter().position(|r| *r == rank).unwrap_or(0);
-    placed.layout.contribution_at(&placed.layout.mesh().coord(position)) as u64
+    let mut goals = buffers.program().tiles.iter().filter(|t| t.holds == Holds::Goal);
+    goals.find_map(|tile| {
+        let region = &buffers.program().whole().boxes[tile.region];
+        Patterned::of(plan, tile.tensor as usize).check(region, &buffers.whole(tile))
+    })
 }
 
 /// Calls with every row of a box, long ones in pieces: the first global index, the length, and the place in the box, in
@@ -211,7 +226,9 @@ impl Values<'_> {
     fn summand(&self, index: u64, part: u64) -> u64 {
         let limit = match self.layout.dtype() {
             DType::Bool => 2,
-            DType::F8E4M3 | DType::F8E5M2 | DType::I8 | DType::U8 => 120,
+            DType::F8E4M3 => 16,
+            DType::F8E5M2 => 8,
+            DType::I8 | DType::U8 => 120,
             DType::Bf16 => 256,
             DType::F16 => 2048,
             _ => 1 << 20,
@@ -227,6 +244,8 @@ impl Values<'_> {
             DType::F32 => u64::from((value as f32).to_bits()),
             DType::Bf16 => u64::from(bf16::from_f32(value as f32).to_bits()),
             DType::F16 => u64::from(f16::from_f32(value as f32).to_bits()),
+            DType::F8E4M3 => u64::from(F8E4M3::from_f32(value as f32).0),
+            DType::F8E5M2 => u64::from(F8E5M2::from_f32(value as f32).0),
             _ => value,
         };
         Bits { bits, width: dtype.bytes() as usize }

@@ -26,7 +26,9 @@ use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_comm::wire::{HEADER_BYTES, Header, Kind};
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::{OpKind, Program};
-use crossmesh_core::reshard::{Plan, Strategy, lower};
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::{Plan, Strategy};
+use crossmesh_core::verify::Verified;
 use crossmesh_testkit::seed::Seed;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
@@ -57,7 +59,7 @@ impl Fast {
 /// What the rank is there for: tensors both ways, whole and in strips, one to be added to, small and large.
 struct Work {
     plan: Plan,
-    program: Program,
+    program: Verified,
     /// What the rank waits for: tag, bytes, and whether it is added to what is there.
     expected: Vec<(u32, u64, bool)>,
     /// The tags of what it sends.
@@ -74,7 +76,7 @@ impl Work {
             ("u8[0]@B{x:1}=1(_)", "u8[0]@A{x:1}=0(_)"),
         ];
         let plan = planned(&pairs, Strategy::Flow, None);
-        let program = lower(&plan);
+        let program = Verified::plan(&plan, Addressing::Apart).unwrap();
         let ops = &program.ranks[0].ops;
         let recv = |op: &crossmesh_core::program::Op| match op.kind {
             OpKind::Recv { tag, reduce, .. } => Some((tag, op.bytes, reduce)),
@@ -91,9 +93,7 @@ impl Work {
     }
 
     fn spec(&self) -> JobSpec {
-        let ops = &self.program.ranks[0];
-        let buffers = RankBuffers::allocate(&self.plan, ops, ME, Sharing::Private).unwrap();
-        JobSpec::new(0, &self.plan, &self.program, ME, &buffers).unwrap()
+        JobSpec::new(0, &RankBuffers::allocate(self.program.rank(ME), Sharing::Private).unwrap()).unwrap()
     }
 }
 

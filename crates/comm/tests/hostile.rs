@@ -17,7 +17,9 @@ use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_comm::wire::{HEADER_BYTES, Header, Kind};
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::OpKind;
+use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::reshard::{Strategy, lower};
+use crossmesh_core::verify::Verified;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 const ME: Rank = Rank(0);
@@ -39,7 +41,7 @@ impl Session {
         let there = format!("u8[{BYTES}]@A{{x:1}}=0(_)");
         let back = format!("u8[{BYTES}]@B{{x:1}}=1(_)");
         let plan = planned(&[(&there, &back), (&back, &there)], Strategy::SendRecv, None);
-        let program = lower(&plan);
+        let program = Verified::plan(&plan, Addressing::Apart).unwrap();
         let ops = &program.ranks[0].ops;
         let sends = ops.iter().find_map(|op| match op.kind {
             OpKind::Send { tag, .. } => Some(tag),
@@ -49,13 +51,13 @@ impl Session {
             OpKind::Recv { tag, .. } => Some(tag),
             _ => None,
         });
-        let buffers = RankBuffers::allocate(&plan, &program.ranks[0], ME, Sharing::Host).unwrap();
+        let buffers = RankBuffers::allocate(program.rank(ME), Sharing::Host).unwrap();
         let (mine, peer) = UnixStream::pair().unwrap();
         peer.set_nonblocking(true).unwrap();
         let link = Box::new(StreamLink::local(ME, PEER, mine).unwrap());
         let mut engine =
             Engine::new(ME, vec![(PEER, link)], Box::new(Monotonic), EngineOptions::default()).unwrap();
-        let handle = engine.start(JobSpec::new(0, &plan, &program, ME, &buffers).unwrap()).unwrap();
+        let handle = engine.start(JobSpec::new(0, &buffers).unwrap()).unwrap();
         Self { engine, handle, peer, sends: sends.unwrap(), waits: waits.unwrap() }
     }
 

@@ -17,6 +17,7 @@ pub mod schedule;
 pub mod sim;
 pub mod stall;
 pub mod step;
+mod topological;
 pub mod trace;
 pub mod units;
 pub mod verify;

@@ -7,16 +7,16 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::Plan;
+use crossmesh_core::reshard::lower_bound;
 use crossmesh_core::units::{Bytes, Seconds, parse_seconds};
-use crossmesh_core::verify::verify;
+use crossmesh_core::verify::{Claims, Verified};
 use serde::Serialize;
 
 use crate::Answer;
 use crate::chrome;
-use crate::input::{HostArgs, PlanArgs, ProblemArgs, read_plan, read_text};
+use crate::input::{HostArgs, PlanArgs, PlanFile, ProblemArgs, read_plan, read_text};
 use crate::output::{self, Format, Progress, count};
-use crate::predict::{Prediction, Violation};
+use crate::predict::{Prediction, Violation, proven};
 use crate::runner::{Measured, RunOptions, Started, run_plan};
 use crate::summary;
 
@@ -179,7 +179,7 @@ pub fn run(mut args: Args) -> Result<Answer> {
 fn predict(args: &Args) -> Result<Prediction> {
     match plan_file(&args.problem) {
         None => Prediction::of_problem(&args.problem.problem()?, &args.plan.options()?),
-        Some(path) => Prediction::of_plan(read_proven_plan(path, &args.problem.hosts)?),
+        Some(path) => read_proven_plan(path, &args.problem.hosts),
     }
 }
 
@@ -191,15 +191,22 @@ fn plan_file(problem: &ProblemArgs) -> Option<&Path> {
     text.trim_start().starts_with('{').then_some(path)
 }
 
-fn read_proven_plan(path: &Path, hosts: &HostArgs) -> Result<Plan> {
-    let mut plan = read_plan(path)?.plan;
-    if let Err(error) = verify(&plan) {
-        bail!("{}: the plan breaks a law: {}", path.display(), Violation::from(error));
-    }
+fn read_proven_plan(path: &Path, hosts: &HostArgs) -> Result<Prediction> {
+    let PlanFile { mut plan, doc, .. } = read_plan(path)?;
+    let program = Verified::claimed_plan(&plan, &Claims::of(&doc)).map_err(|error| {
+        anyhow::anyhow!(
+            "{}: the plan breaks a law: {}",
+            path.display(),
+            Violation::from(error.renumbered(|t| doc.id_of(t)))
+        )
+    })?;
     let mut cluster = hosts.described()?.unwrap_or_else(|| plan.problem.cluster.clone());
     hosts.adjust(&mut cluster)?;
+    let num_ranks = plan.problem.topology.num_ranks();
     super::simulate::move_to(&mut plan, cluster)?;
-    Ok(plan)
+    let program = if plan.problem.topology.num_ranks() == num_ranks { program } else { proven(&plan)? };
+    let bound = lower_bound(&plan.problem).context("no lower bound")?;
+    Prediction::of_program(plan, program, bound)
 }
 
 fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {

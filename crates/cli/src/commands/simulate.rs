@@ -5,8 +5,10 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use crossmesh_core::cluster::{Cluster, Topology};
-use crossmesh_core::reshard::Plan;
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::{Plan, lower_bound};
 use crossmesh_core::units::Seconds;
+use crossmesh_core::verify::Verified;
 use serde::Serialize;
 
 use crate::Answer;
@@ -60,17 +62,20 @@ struct LinkReport {
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
-    let PlanFile { mut plan, .. } = read_plan(&args.plan)?;
-    if let Err(error) = crossmesh_core::verify::verify(&plan) {
-        bail!("{}: the plan breaks a law: {}", args.plan.display(), Violation::from(error));
-    }
+    let PlanFile { mut plan, doc } = read_plan(&args.plan)?;
+    let program = Verified::plan(&plan, Addressing::Apart);
+    let program = program.map_err(|error| {
+        let violation = Violation::from(error.renumbered(|t| doc.id_of(t)));
+        anyhow::anyhow!("{}: the plan breaks a law: {violation}", args.plan.display())
+    })?;
     let mut cluster = match args.hosts.described()? {
         Some(cluster) => cluster,
         None => plan.problem.cluster.clone(),
     };
     args.hosts.adjust(&mut cluster)?;
     move_to(&mut plan, cluster)?;
-    let prediction = Prediction::of_plan(plan)?;
+    let bound = lower_bound(&plan.problem).context("no lower bound")?;
+    let prediction = Prediction::of_program(plan, program, bound)?;
     if let Some(path) = &args.trace {
         output::write_file(path, &chrome::render(&prediction).context("cannot write the trace")?)?;
     }

@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::{DepKind, Op, OpKind, Program};
-use crossmesh_core::reshard::Plan;
+use crossmesh_core::program::{DepKind, Op, OpKind};
 use crossmesh_core::trace::OpSpan;
+use crossmesh_core::verify::VerifiedRank;
 use rustc_hash::FxHashMap;
 
 use super::tags::ByTag;
@@ -25,7 +25,7 @@ pub struct JobSpec {
     /// Jobs of a higher priority send first.
     pub priority: u32,
     pub chunk_bytes: u64,
-    pub(crate) program: crossmesh_core::program::RankProgram,
+    pub(crate) program: VerifiedRank,
     pub(crate) places: Vec<OpPlaces>,
     pub(crate) tensors: Vec<Tensor>,
 }
@@ -38,63 +38,26 @@ pub struct Tensor {
 }
 
 impl JobSpec {
-    pub fn new(
-        id: u32,
-        plan: &Plan,
-        program: &Program,
-        me: Rank,
-        buffers: &RankBuffers,
-    ) -> Result<Self, CommError> {
-        let places = buffers.places(plan, program, me);
-        let places = places.map_err(|(op, why)| CommError::BadProgram { me, op, why })?;
-        let tensors = plan.problem.reshards.iter().enumerate().map(|(i, r)| tensor(i, r)).collect();
-        let rank = program.ranks[me.index()].clone();
-        Self { id, priority: 0, chunk_bytes: chunk_bytes(program), program: rank, places, tensors }
-            .checked(me)
-    }
-
-    /// A step's program, with a place for every op and a name for every instance of a crossing.
-    pub(crate) fn of_step(
-        id: u32,
-        program: &Program,
-        me: Rank,
-        places: Vec<OpPlaces>,
-        tensors: Vec<Tensor>,
-    ) -> Result<Self, CommError> {
-        let rank = program.ranks[me.index()].clone();
-        Self { id, priority: 0, chunk_bytes: chunk_bytes(program), program: rank, places, tensors }
-            .checked(me)
-    }
-
-    fn checked(self, me: Rank) -> Result<Self, CommError> {
-        for (i, op) in (0..).zip(&self.program.ops) {
-            let sums_up = || self.tensors[op.tensor as usize].combine.is_some();
-            let adds =
-                matches!(op.kind, OpKind::Recv { reduce: true, .. } | OpKind::Copy { reduce: true, .. });
-            if adds && !sums_up() {
-                return Err(CommError::BadProgram { me, op: i, why: "its tensor cannot be added up" });
-            }
-            if self.program.deps(op).iter().any(|d| d.op as usize >= self.program.ops.len()) {
-                return Err(CommError::BadProgram { me, op: i, why: "it waits for an op that is not there" });
-            }
-        }
-        Ok(self)
+    /// A proven program on its buffers.
+    pub fn new(id: u32, buffers: &RankBuffers) -> Result<Self, CommError> {
+        let program = buffers.program().clone();
+        let me = program.id();
+        let cannot =
+            |e: std::io::Error| CommError::System { me, what: "place its ops", cause: e.to_string() };
+        let places = buffers.places().map_err(cannot)?;
+        let whole = program.whole();
+        let tensors = whole.tensors.iter().enumerate().map(|(i, t)| tensor(i, t)).collect();
+        let chunk_bytes = whole.chunk_bytes;
+        Ok(Self { id, priority: 0, chunk_bytes, program, places, tensors })
     }
 }
 
-/// What may be sent in one part. Where nobody forwards what has half arrived, nobody gains by small ones.
-fn chunk_bytes(program: &Program) -> u64 {
-    let streams = program.ranks.iter().any(|rank| rank.deps.iter().any(|dep| dep.kind == DepKind::Stream));
-    if streams { program.chunk_bytes } else { u64::MAX }
-}
-
-fn tensor(index: usize, reshard: &crossmesh_core::reshard::Reshard) -> Tensor {
-    let layout = &reshard.src.layout;
-    let name = match reshard.name.as_str() {
-        "" => format!("{index} ({}{:?})", layout.dtype(), layout.shape()),
+fn tensor(index: usize, tensor: &crossmesh_core::program::Tensor) -> Tensor {
+    let name = match &*tensor.name {
+        "" => format!("{index} ({}{:?})", tensor.dtype, tensor.shape),
         name => name.to_string(),
     };
-    Tensor { name, combine: layout.partial().and_then(|p| Combine::new(layout.dtype(), p.op)) }
+    Tensor { name, combine: tensor.partial.map(|p| Combine::new(tensor.dtype, p.op)) }
 }
 
 /// Whether two sends go to the same peer in the same lane.

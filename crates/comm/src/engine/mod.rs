@@ -566,7 +566,7 @@ impl Engine {
                 self.passes.pop_front();
                 note_progress(job, op, 0, now);
                 self.end(id, op, now);
-            } else if let OpKind::Compute { pass, nanos } = job.op(op).kind {
+            } else if let OpKind::Compute { pass, nanos, .. } = job.op(op).kind {
                 job.ops[op as usize].started_ns = now;
                 self.computing = true;
                 let begun = device.begin(pass, nanos);

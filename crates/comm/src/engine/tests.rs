@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
-use crossmesh_core::id::Rank;
-use crossmesh_core::program::OpKind;
+use crossmesh_core::id::{Rank, RegionId};
+use crossmesh_core::program::{Moved, OpKind, Program, RankProgram};
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy, lower, plan};
+use crossmesh_core::verify::Verified;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{Engine, EngineOptions, JobSpec};
@@ -71,17 +72,20 @@ fn fan_out() -> Plan {
 
 /// The job on r0, with these weights for its sends.
 fn spec(plan: &Plan, id: u32, weights: [u64; 2]) -> JobSpec {
-    let program = lower(plan);
-    let buffers = RankBuffers::allocate(plan, &program.ranks[0], Rank(0), Sharing::Private).unwrap();
-    let mut spec = JobSpec::new(id, plan, &program, Rank(0), &buffers).unwrap();
-    spec.program.deps.clear();
-    for (op, share) in spec.program.ops.iter_mut().zip(weights) {
+    let mut program = lower(plan);
+    program.ranks[0].deps.clear();
+    for (op, share) in program.ranks[0].ops.iter_mut().zip(weights) {
         op.deps = 0..0;
         if let OpKind::Send { weight, .. } = &mut op.kind {
             *weight = share;
         }
     }
-    spec
+    job_of(id, program)
+}
+
+fn job_of(id: u32, program: Program) -> JobSpec {
+    let program = Verified::program(program).unwrap().rank(Rank(0));
+    JobSpec::new(id, &RankBuffers::allocate(program, Sharing::Private).unwrap()).unwrap()
 }
 
 fn engine(taken: &Taken) -> Engine {
@@ -165,8 +169,7 @@ fn whoever_waits_for_room_hears_of_it_from_any_flush() {
 #[test]
 fn no_turn_sleeps_on_a_call_from_a_pass() {
     const CALLS: usize = 50;
-    let (plan, taken) = (fan_out(), Taken::default());
-    let mut engine = engine(&taken);
+    let mut engine = engine(&Taken::default());
     let (waker, (calls, desk), (reply, replies)) = (engine.waker(), channel(), channel());
     let (posted, is_posted) = channel();
     let compute = move |_| {
@@ -180,7 +183,7 @@ fn no_turn_sleeps_on_a_call_from_a_pass() {
     };
     let worker = Worker::new(engine.waker(), Box::new(compute)).unwrap();
     engine.set_device(Box::new(worker)).unwrap();
-    let handle = engine.start(one_pass(&plan)).unwrap();
+    let handle = engine.start(one_pass()).unwrap();
     engine.test(handle).unwrap();
     let start = Monotonic.now_ns();
     for call in 0..CALLS {
@@ -211,10 +214,10 @@ fn no_turn_sleeps_on_a_wake_that_something_else_took() {
 }
 
 /// A job that is one pass.
-fn one_pass(plan: &Plan) -> JobSpec {
-    let mut spec = spec(plan, 0, [1, 1]);
-    spec.program.ops.truncate(1);
-    spec.program.ops[0].kind = OpKind::Compute { pass: 0, nanos: 0 };
-    spec.places.truncate(1);
-    spec
+fn one_pass() -> JobSpec {
+    let (needs, makes) = Default::default();
+    let mut program = Program { ranks: vec![RankProgram::default()], ..Program::default() };
+    let nothing = Moved { tensor: 0, region: RegionId(0), bytes: 0 };
+    program.ranks[0].push(OpKind::Compute { pass: 0, nanos: 0, needs, makes }, nothing, &[]);
+    job_of(0, program)
 }

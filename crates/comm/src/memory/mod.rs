@@ -156,6 +156,12 @@ fn map(segment: &OwnedFd, len: usize, access: ProtFlags) -> io::Result<NonNull<u
     Ok(non_null(start))
 }
 
+/// The bytes of some elements, to change them.
+pub(crate) fn bytes_of_mut<T: Element>(elements: &mut [T]) -> &mut [u8] {
+    // SAFETY: as below, and any bits are an element.
+    unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), size_of_val(elements)) }
+}
+
 /// The bytes of some elements.
 pub(crate) fn bytes_of<T: Element>(elements: &[T]) -> &[u8] {
     // SAFETY: an element is plain numbers without padding (`Element` is sealed), and bytes have no alignment.

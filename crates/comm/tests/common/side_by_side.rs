@@ -5,7 +5,9 @@ use crossmesh_comm::clock::Monotonic;
 use crossmesh_comm::engine::{Engine, EngineOptions, JobSpec};
 use crossmesh_comm::pattern;
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::{Plan, Strategy, lower};
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::{Plan, Strategy};
+use crossmesh_core::verify::Verified;
 
 use super::{Links, planned};
 
@@ -25,14 +27,14 @@ pub fn run_rank(rank: Rank, links: Links, plans: &[Plan], sharing: Sharing) {
     let mut started = vec![];
     // Every rank starts them in an order of its own.
     for i in (0..plans.len()).map(|i| (i + rank.index()) % plans.len()) {
-        let (plan, program) = (&plans[i], lower(&plans[i]));
+        let (plan, program) = (&plans[i], Verified::plan(&plans[i], Addressing::Apart).unwrap());
         if rank.index() >= program.ranks.len() {
             continue;
         }
-        let buffers = RankBuffers::allocate(plan, &program.ranks[rank.index()], rank, sharing).unwrap();
-        pattern::fill_sources(plan, rank, &buffers);
-        pattern::poison_destinations(plan, &buffers);
-        let mut spec = JobSpec::new(i as u32, plan, &program, rank, &buffers).unwrap();
+        let buffers = RankBuffers::allocate(program.rank(rank), sharing).unwrap();
+        pattern::fill_sources(plan, &buffers);
+        pattern::poison_destinations(&buffers);
+        let mut spec = JobSpec::new(i as u32, &buffers).unwrap();
         spec.priority = i as u32;
         started.push((i, engine.start(spec).unwrap(), buffers));
         engine.test(started[0].1).unwrap();

@@ -22,6 +22,8 @@
 //! r3 -> r2   b, reduce               x0 + x1 + x2 + x3
 //! ```
 
+use std::sync::Arc;
+
 use crate::id::{Rank, RegionId, TransferId};
 use crate::region::Region;
 use crate::sim::simulate;
@@ -61,7 +63,8 @@ pub struct Plan {
     pub chunk_bytes: u64,
     /// Why the strategy chose what it chose, a sentence each.
     pub reasons: Vec<String>,
-    regions: Vec<Region>,
+    /// Shared with the programs that are made of the plan.
+    regions: Arc<Vec<Region>>,
     transfers: Vec<Transfer>,
     /// The `after` lists of all transfers, one behind the other.
     after: Vec<TransferId>,
@@ -90,7 +93,7 @@ impl Plan {
             strategy: strategy.into(),
             chunk_bytes,
             reasons: vec![],
-            regions: vec![],
+            regions: Arc::default(),
             transfers: vec![],
             after: vec![],
         }
@@ -104,6 +107,20 @@ impl Plan {
         &self.regions
     }
 
+    pub(crate) fn shared_regions(&self) -> Arc<Vec<Region>> {
+        self.regions.clone()
+    }
+
+    /// Whether no transfer waits for another.
+    pub(crate) fn is_unordered(&self) -> bool {
+        self.after.is_empty()
+    }
+
+    /// The `after` lists of all transfers as one, and where a transfer's list is in it.
+    pub(crate) fn after_range(&self, transfer: &Transfer) -> std::ops::Range<u32> {
+        transfer.after_start..transfer.after_start + transfer.after_len
+    }
+
     pub fn region(&self, transfer: &Transfer) -> &Region {
         &self.regions[transfer.region.index()]
     }
@@ -113,8 +130,9 @@ impl Plan {
     }
 
     pub fn add_region(&mut self, region: Region) -> RegionId {
-        self.regions.push(region);
-        RegionId::at(self.regions.len() - 1)
+        let regions = Arc::make_mut(&mut self.regions);
+        regions.push(region);
+        RegionId::at(regions.len() - 1)
     }
 
     /// Adds a transfer; its weight is its size.

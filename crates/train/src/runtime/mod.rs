@@ -153,7 +153,7 @@ impl<T: Scalar + Element> Trainer<T> {
     /// The next step, from its data to its update.
     pub fn step(&mut self) -> Result<StepRecord, TrainError> {
         lock(&self.passes).step = self.step;
-        let mut spec = self.buffers.job(2 * (self.step % 2) as u32, &self.wiring.lowered)?;
+        let mut spec = self.buffers.job(2 * (self.step % 2) as u32)?;
         spec.priority = Urgency::Edges as u32;
         let sent = self.comm.engine_ref().traffic();
         let handle = self.comm.engine().start(spec)?;
@@ -238,7 +238,7 @@ impl<T: Scalar + Element> Seat<'_, T> {
         self,
         feed: Arc<dyn Feed>,
         buffers: &Arc<StepBuffers>,
-        tied: Option<(Rank, Arc<Wiring>, RankBuffers)>,
+        tied: Option<(Arc<Wiring>, RankBuffers)>,
     ) -> Result<Passes<T>, TrainError> {
         let place = self.job.place(self.device, self.position).map_err(JobError::from)?;
         let names: Vec<&str> = self.wiring.tied.iter().map(|t| t.name.as_str()).collect();
@@ -302,15 +302,15 @@ fn tied_buffers(
     wiring: &Arc<Wiring>,
     me: Rank,
     sharing: Sharing,
-) -> Result<Option<(Rank, Arc<Wiring>, RankBuffers)>, TrainError> {
+) -> Result<Option<(Arc<Wiring>, RankBuffers)>, TrainError> {
     let Some(exchange) = &wiring.exchange else { return Ok(None) };
-    let Some(program) = exchange.program.ranks.get(me.index()).filter(|p| !p.ops.is_empty()) else {
+    if exchange.program.ranks.get(me.index()).is_none_or(|p| p.ops.is_empty()) {
         return Ok(None);
-    };
-    let buffers = RankBuffers::allocate(&exchange.plan, program, me, sharing);
+    }
+    let buffers = RankBuffers::allocate(exchange.program.rank(me), sharing);
     let what = "allocate the buffers of tied weights";
     let buffers = buffers.map_err(|e| CommError::System { me, what, cause: e.to_string() })?;
-    Ok(Some((me, Arc::clone(wiring), buffers)))
+    Ok(Some((Arc::clone(wiring), buffers)))
 }
 
 fn lock<P>(passes: &Mutex<P>) -> MutexGuard<'_, P> {
