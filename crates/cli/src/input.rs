@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail};
 use crossmesh_core::cluster::{Cluster, Host, Topology};
 use crossmesh_core::layout::Layout;
+use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::doc::PlanDoc;
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy};
@@ -204,6 +205,28 @@ pub fn read_text(path: &Path) -> Result<String> {
 pub struct PlanFile {
     pub doc: PlanDoc,
     pub plan: Plan,
+}
+
+/// What a file describes.
+pub enum Document {
+    Plan(Box<PlanDoc>),
+    Program(Box<ProgramDoc>),
+}
+
+/// Reads a document of a plan or of a program; the error names the file.
+pub fn read_document(path: &Path) -> Result<Document> {
+    let text = read_text(path)?;
+    let name = || path.display().to_string();
+    if is_program(&text) {
+        return Ok(Document::Program(Box::new(ProgramDoc::parse(&text).with_context(name)?)));
+    }
+    Ok(Document::Plan(Box::new(PlanDoc::parse(&text).with_context(name)?)))
+}
+
+/// Whether a text says of itself that it is a program. One that cannot be read says what it can: its first field is the schema.
+pub fn is_program(text: &str) -> bool {
+    let head: String = text.chars().take(200).filter(|c| !c.is_whitespace()).collect();
+    head.starts_with("{\"schema\":\"crossmesh.program/")
 }
 
 /// Reads a plan document; the error names the file.

@@ -2,7 +2,6 @@
 
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::{OpKind, Program};
-use crossmesh_core::reshard::Plan;
 use crossmesh_core::verify::VerifiedRank;
 use serde::{Deserialize, Serialize};
 
@@ -126,10 +125,9 @@ pub fn peers_of(program: &Program, rank: Rank) -> Vec<Rank> {
     peers
 }
 
-/// Runs one rank's part of a plan. `program` is what it was lowered to and proven, and `links` leads to every rank of
-/// [`peers_of`].
+/// Runs one rank's part of a program: fills what it holds, runs it, and looks at every element of its goals. `links` leads to
+/// every rank of [`peers_of`].
 pub fn execute(
-    plan: &Plan,
     program: VerifiedRank,
     links: Vec<(Rank, Box<dyn Link>)>,
     options: &ExecuteOptions,
@@ -143,16 +141,15 @@ pub fn execute(
         what: "allocate its shards",
         cause: e.to_string(),
     })?;
-    pattern::fill_sources(plan, &buffers);
+    pattern::fill_sources(&buffers);
     let mut engine = Engine::new(rank, links, Box::new(Monotonic), options.engine.clone())?;
-    let mut run = Run { plan, rank, buffers: &buffers, check: options.check, meter };
+    let mut run = Run { rank, buffers: &buffers, check: options.check, meter };
     let result = run.repeat(&mut engine, options.repeat, barrier);
     engine.close();
     result.map_err(|error| Failure { error, flight: engine.flight_record().cloned().map(Box::new) })
 }
 
 struct Run<'a> {
-    plan: &'a Plan,
     rank: Rank,
     buffers: &'a RankBuffers,
     check: bool,
@@ -202,7 +199,7 @@ impl Run<'_> {
     }
 
     fn look(&self, report: &mut RankReport) {
-        if let Some(wrong) = pattern::check_destinations(self.plan, self.buffers) {
+        if let Some(wrong) = pattern::check_destinations(self.buffers) {
             report.verified = false;
             report.wrong.get_or_insert(wrong.to_string());
         }

@@ -7,10 +7,9 @@
 use std::fmt;
 
 use crossmesh_core::dtype::DType;
-use crossmesh_core::layout::{Layout, ReduceOp};
-use crossmesh_core::program::Holds;
+use crossmesh_core::layout::ReduceOp;
+use crossmesh_core::program::{Holds, Tensor, Tile};
 use crossmesh_core::region::Region;
-use crossmesh_core::reshard::Plan;
 use half::{bf16, f16};
 
 use crate::buffer::RankBuffers;
@@ -43,30 +42,24 @@ impl fmt::Display for Wrong {
 /// Patterns are for runs to start from and to end with.
 const NO_PROGRAM: &str = "no program runs on the memory";
 
-/// A tensor as a pattern knows it: its number, its name and its source layout.
+/// A tensor as a pattern knows it, and the number that its values are made of.
 #[derive(Debug, Clone, Copy)]
 pub struct Patterned<'a> {
-    pub tensor: usize,
-    pub name: &'a str,
-    pub layout: &'a Layout,
+    pub number: usize,
+    pub tensor: &'a Tensor,
 }
 
 impl<'a> Patterned<'a> {
-    pub fn of(plan: &'a Plan, tensor: usize) -> Self {
-        let reshard = &plan.problem.reshards[tensor];
-        Self { tensor, name: &reshard.name, layout: &reshard.src.layout }
-    }
-
     fn values(self) -> Values<'a> {
-        Values { tensor: self.tensor as u64, layout: self.layout }
+        Values { number: self.number as u64, tensor: self.tensor }
     }
 
     /// Fills a box with a part of the tensor.
     pub fn fill(self, region: &Region, part: u32, place: &Place) {
-        let (values, element) = (self.values(), self.layout.dtype().bytes());
+        let (values, element) = (self.values(), self.tensor.dtype.bytes());
         let mut memory = place.memory.own().expect(NO_PROGRAM);
         let mut row = vec![];
-        for_rows(region, self.layout.shape(), |index, len, at| {
+        for_rows(region, &self.tensor.shape, |index, len, at| {
             row.clear();
             (index..index + len)
                 .for_each(|i| row.extend_from_slice(&values.part(i, u64::from(part)).bytes()));
@@ -76,10 +69,10 @@ impl<'a> Patterned<'a> {
 
     /// Looks at every element of a box; the first that is not whole and right, if there is one.
     pub fn check(self, region: &Region, place: &Place) -> Option<Wrong> {
-        let (values, element) = (self.values(), self.layout.dtype().bytes());
+        let (values, element) = (self.values(), self.tensor.dtype.bytes());
         let memory = place.memory.own().expect(NO_PROGRAM);
         let (mut found, mut expected, mut wrong) = (vec![], vec![], None);
-        for_rows(region, self.layout.shape(), |index, len, at| {
+        for_rows(region, &self.tensor.shape, |index, len, at| {
             found.clear();
             expected.clear();
             memory.pack(&place.view, at * element..(at + len) * element, &mut found);
@@ -87,8 +80,8 @@ impl<'a> Patterned<'a> {
             if found != expected && wrong.is_none() {
                 let (f, e) = (found.chunks(element as usize), expected.chunks(element as usize));
                 wrong = (index..).zip(f.zip(e)).find(|(_, (f, e))| f != e).map(|(i, (f, e))| Wrong {
-                    tensor: format!("{} {}", self.tensor, self.name),
-                    element: coordinates(i, self.layout.shape()),
+                    tensor: format!("{} {}", self.number, self.tensor.name),
+                    element: coordinates(i, &self.tensor.shape),
                     found: f.to_vec(),
                     expected: e.to_vec(),
                 });
@@ -110,28 +103,37 @@ pub fn poison(place: &Place) {
     }
 }
 
+/// The tiles of a rank that hold something of their own, each with its pattern.
+fn patterned(
+    buffers: &RankBuffers,
+    holds: impl Fn(Holds) -> bool,
+) -> impl Iterator<Item = (Patterned<'_>, &Tile)> {
+    let program = buffers.program();
+    let of = |tile: &'_ Tile| Patterned {
+        number: tile.tensor as usize,
+        tensor: &program.whole().tensors[tile.tensor as usize],
+    };
+    program.tiles.iter().filter(move |tile| holds(tile.holds)).map(move |tile| (of(tile), tile))
+}
+
 /// Fills a rank's source shards.
-pub fn fill_sources(plan: &Plan, buffers: &RankBuffers) {
-    for tile in &buffers.program().tiles {
-        if let Holds::Source(part) = tile.holds {
-            let region = &buffers.program().whole().boxes[tile.region];
-            Patterned::of(plan, tile.tensor as usize).fill(region, part, &buffers.whole(tile));
-        }
+pub fn fill_sources(buffers: &RankBuffers) {
+    for (pattern, tile) in patterned(buffers, |holds| matches!(holds, Holds::Source(_))) {
+        let Holds::Source(part) = tile.holds else { continue };
+        pattern.fill(&buffers.program().whole().boxes[tile.region], part, &buffers.whole(tile));
     }
 }
 
 /// Overwrites a rank's destination shards.
 pub fn poison_destinations(buffers: &RankBuffers) {
-    let goals = buffers.program().tiles.iter().filter(|t| t.holds == Holds::Goal);
-    goals.for_each(|tile| poison(&buffers.whole(tile)));
+    patterned(buffers, |holds| holds == Holds::Goal).for_each(|(_, tile)| poison(&buffers.whole(tile)));
 }
 
 /// Looks at every element of a rank's destination shards; the first wrong one, if there is one.
-pub fn check_destinations(plan: &Plan, buffers: &RankBuffers) -> Option<Wrong> {
-    let mut goals = buffers.program().tiles.iter().filter(|t| t.holds == Holds::Goal);
-    goals.find_map(|tile| {
-        let region = &buffers.program().whole().boxes[tile.region];
-        Patterned::of(plan, tile.tensor as usize).check(region, &buffers.whole(tile))
+pub fn check_destinations(buffers: &RankBuffers) -> Option<Wrong> {
+    let mut goals = patterned(buffers, |holds| holds == Holds::Goal);
+    goals.find_map(|(pattern, tile)| {
+        pattern.check(&buffers.program().whole().boxes[tile.region], &buffers.whole(tile))
     })
 }
 
@@ -166,8 +168,8 @@ fn coordinates(mut index: u64, shape: &[u64]) -> Vec<u64> {
 
 /// A tensor's values.
 struct Values<'a> {
-    tensor: u64,
-    layout: &'a Layout,
+    number: u64,
+    tensor: &'a Tensor,
 }
 
 /// An element's bytes, little-endian.
@@ -198,7 +200,7 @@ impl std::ops::Deref for ElementBytes {
 impl Values<'_> {
     /// What the holder of this part of the sum has; whole values have one part.
     fn part(&self, index: u64, part: u64) -> Bits {
-        match self.layout.partial() {
+        match self.tensor.partial {
             Some(_) => self.number(self.summand(index, part)),
             None => self.hash(index),
         }
@@ -206,10 +208,10 @@ impl Values<'_> {
 
     /// What a destination has.
     fn whole(&self, index: u64) -> Bits {
-        let Some(partial) = self.layout.partial() else { return self.hash(index) };
-        let parts = (0..self.layout.num_contributions() as u64).map(|part| self.summand(index, part));
+        let Some(partial) = self.tensor.partial else { return self.hash(index) };
+        let parts = (0..u64::from(self.parts())).map(|part| self.summand(index, part));
         let combined = match partial.op {
-            ReduceOp::Sum if self.layout.dtype() == DType::Bool => parts.max(),
+            ReduceOp::Sum if self.tensor.dtype == DType::Bool => parts.max(),
             ReduceOp::Sum => Some(parts.sum()),
             ReduceOp::Max => parts.max(),
             ReduceOp::Min => parts.min(),
@@ -217,14 +219,18 @@ impl Values<'_> {
         self.number(combined.unwrap_or(0))
     }
 
+    fn parts(&self) -> u32 {
+        self.tensor.partial.map_or(1, |p| p.count)
+    }
+
     fn hash(&self, index: u64) -> Bits {
-        let width = self.layout.dtype().bytes() as usize;
-        Bits { bits: mix(index ^ (self.tensor << 44)) >> (64 - 8 * width), width }
+        let width = self.tensor.dtype.bytes() as usize;
+        Bits { bits: mix(index ^ (self.number << 44)) >> (64 - 8 * width), width }
     }
 
     /// A whole number, so small that all parts together are exact.
     fn summand(&self, index: u64, part: u64) -> u64 {
-        let limit = match self.layout.dtype() {
+        let limit = match self.tensor.dtype {
             DType::Bool => 2,
             DType::F8E4M3 => 16,
             DType::F8E5M2 => 8,
@@ -233,12 +239,12 @@ impl Values<'_> {
             DType::F16 => 2048,
             _ => 1 << 20,
         };
-        let each = (limit / self.layout.num_contributions() as u64).max(2);
-        if part >= limit { 0 } else { (mix(index ^ (self.tensor << 44) ^ (part << 56)) >> 40) % each }
+        let each = (limit / u64::from(self.parts())).max(2);
+        if part >= limit { 0 } else { (mix(index ^ (self.number << 44) ^ (part << 56)) >> 40) % each }
     }
 
     fn number(&self, value: u64) -> Bits {
-        let dtype = self.layout.dtype();
+        let dtype = self.tensor.dtype;
         let bits = match dtype {
             DType::F64 => (value as f64).to_bits(),
             DType::F32 => u64::from((value as f32).to_bits()),

@@ -110,18 +110,18 @@ impl StepBuffers {
     }
 
     /// Every tile of a crossing, once for all that use the same memory, with the pattern of what it holds.
-    fn all<'a>(&'a self, step: &'a Step) -> Vec<(Patterned<'a>, &'a Tile)> {
+    fn all(&self) -> Vec<(Patterned<'_>, &Tile)> {
         let mut seen = FxHashSet::default();
         let mut keys: Vec<_> = self.crossings.keys().copied().collect();
         keys.sort_unstable();
         let mut all = vec![];
         for key in keys {
             let (first, tiles) = &self.crossings[&key];
-            let plan = step.crossings[key.0].plan(key.1);
             for tile in &self.buffers.program().tiles[tiles.start as usize..tiles.end as usize] {
                 let role = self.buffers.program().buffers[tile.buffer as usize].role;
                 if role == Role::Crossing && seen.insert((tile.buffer, tile.offset)) {
-                    all.push((Patterned::of(plan, (tile.tensor - first) as usize), tile));
+                    let tensor = &self.buffers.program().whole().tensors[tile.tensor as usize];
+                    all.push((Patterned { number: (tile.tensor - first) as usize, tensor }, tile));
                 }
             }
         }
@@ -132,8 +132,8 @@ impl StepBuffers {
         self.buffers.whole(tile)
     }
 
-    fn fill_sources(&self, step: &Step) {
-        for (pattern, tile) in self.all(step) {
+    fn fill_sources(&self) {
+        for (pattern, tile) in self.all() {
             if let Holds::Made(part) = tile.holds {
                 let region = &self.buffers.program().whole().boxes[tile.region];
                 pattern.fill(region, part, &self.place(tile));
@@ -141,13 +141,13 @@ impl StepBuffers {
         }
     }
 
-    fn poison_destinations(&self, step: &Step) {
-        let all = self.all(step).into_iter();
+    fn poison_destinations(&self) {
+        let all = self.all().into_iter();
         all.filter(|(_, tile)| !is_made(tile)).for_each(|(_, tile)| pattern::poison(&self.place(tile)));
     }
 
-    fn first_wrong(&self, step: &Step) -> Option<String> {
-        let mut arrived = self.all(step).into_iter().filter(|(_, tile)| !is_made(tile));
+    fn first_wrong(&self) -> Option<String> {
+        let mut arrived = self.all().into_iter().filter(|(_, tile)| !is_made(tile));
         let wrong = arrived.find_map(|(pattern, tile)| {
             pattern.check(&self.buffers.program().whole().boxes[tile.region], &self.place(tile))
         });
@@ -185,24 +185,23 @@ pub fn execute_step(
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, Failure> {
     let buffers = StepBuffers::allocate(step, lowered, rank, options.sharing)?;
-    buffers.fill_sources(step);
+    buffers.fill_sources();
     let mut engine = Engine::new(rank, links, Box::new(Monotonic), options.engine.clone())?;
     engine.set_device(device)?;
-    let result = repeat(&mut engine, step, &buffers, options, barrier);
+    let result = repeat(&mut engine, &buffers, options, barrier);
     engine.close();
     result.map_err(|error| Failure { error, flight: engine.flight_record().cloned().map(Box::new) })
 }
 
 fn repeat(
     engine: &mut Engine,
-    step: &Step,
     buffers: &StepBuffers,
     options: &ExecuteOptions,
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, CommError> {
     let mut report = RankReport { verified: options.check, ..RankReport::idle(buffers.rank) };
     for run in 0..options.repeat {
-        buffers.poison_destinations(step);
+        buffers.poison_destinations();
         let spec = buffers.job(run)?;
         barrier(Gate::Start)?;
         let handle = engine.start(spec)?;
@@ -212,7 +211,7 @@ fn repeat(
             continue;
         }
         barrier(Gate::Look)?;
-        if let Some(wrong) = buffers.first_wrong(step) {
+        if let Some(wrong) = buffers.first_wrong() {
             report.verified = false;
             report.wrong.get_or_insert(wrong);
         }

@@ -374,7 +374,7 @@ fn calls_of_several_groups_are_under_way_at_once() {
             let ids = [comm.group(&groups[0])?, comm.group(&groups[1])?, comm.group(&groups[2])?];
             let program = Verified::plan(&reshard, Addressing::Apart).unwrap();
             let buffers = RankBuffers::allocate(program.rank(me), sharing).unwrap();
-            pattern::fill_sources(&reshard, &buffers);
+            pattern::fill_sources(&buffers);
             pattern::poison_destinations(&buffers);
             let job = JobSpec::new(7, &buffers).unwrap();
             let moving = comm.engine().start(job).unwrap();
@@ -393,7 +393,7 @@ fn calls_of_several_groups_are_under_way_at_once() {
                 assert_eq!(*sum, expected::<f32>(call, &groups[g], len, Reduction::Sum), "{kind:?} {me} {g}");
             }
             comm.engine().wait(moving).unwrap();
-            assert_eq!(pattern::check_destinations(&reshard, &buffers), None, "{kind:?} {me}");
+            assert_eq!(pattern::check_destinations(&buffers), None, "{kind:?} {me}");
             Ok(())
         });
     }

@@ -136,7 +136,7 @@ mod stops {
             }
             Ok(())
         };
-        let failure = execute(&plan, program.rank(me), links, &options, &mut barrier).unwrap_err();
+        let failure = execute(program.rank(me), links, &options, &mut barrier).unwrap_err();
         let text = match &failure.error {
             CommError::Aborted { reason, .. } => reason.clone(),
             other => other.to_string(),

@@ -32,9 +32,9 @@ fn engine(rank: Rank, links: Links, deadline_ms: u64) -> Engine {
         .unwrap()
 }
 
-fn job(plan: &Plan, program: &Verified, rank: Rank) -> JobSpec {
+fn job(program: &Verified, rank: Rank) -> JobSpec {
     let buffers = RankBuffers::allocate(program.rank(rank), Sharing::Host).unwrap();
-    pattern::fill_sources(plan, &buffers);
+    pattern::fill_sources(&buffers);
     JobSpec::new(0, &buffers).unwrap()
 }
 
@@ -61,7 +61,7 @@ fn outcome(kind: Kind, culprit: Rank, fault: Fault, deadline_ms: u64) -> Outcome
         let mut others = vec![];
         for (rank, links) in (0..).map(Rank).zip(links) {
             let mut engine = engine(rank, links, deadline_ms);
-            let spec = job(&plan, &program, rank);
+            let spec = job(&program, rank);
             if rank == culprit {
                 let stopped = stopped.take().expect("one culprit");
                 scope.spawn(move || {
@@ -168,7 +168,7 @@ fn talk_to(bytes: &[u8]) -> CommError {
     theirs.write_all(bytes).unwrap();
     let link = StreamLink::tcp(Rank(0), Rank(1), mine).unwrap();
     let mut engine = engine(Rank(0), vec![(Rank(1), Box::new(link))], 500);
-    let handle = engine.start(job(&plan, &program, Rank(0))).unwrap();
+    let handle = engine.start(job(&program, Rank(0))).unwrap();
     engine.wait(handle).unwrap_err()
 }
 

@@ -96,7 +96,15 @@ fn a_thousand_broken_plans_fail_with_the_right_law() {
     let mut seen: Vec<(Mutation, Law)> = Vec::new();
     broken(5000, |number, mutation, plan, mutant, laws| {
         let context = || format!("seed {number}, {mutation:?} of {}", describe(plan));
-        let error = verify(&mutant).err().unwrap_or_else(|| panic!("{} passes", context()));
+        let error = match verify(&mutant) {
+            Err(error) => error,
+            // To wait for the last part of a sum is to wait for all of them.
+            Ok(_) if mutation == Mutation::Hasten => {
+                return run_program(&mutant, &lower(&mutant), number)
+                    .unwrap_or_else(|e| panic!("{} passes, but {e}", context()));
+            }
+            Ok(_) => panic!("{} passes", context()),
+        };
         assert!(laws.contains(&error.law()), "{}: {} is not among {laws:?}: {error}", context(), error.law());
         seen.push((mutation, error.law()));
     });

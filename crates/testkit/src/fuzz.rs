@@ -11,13 +11,15 @@
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::layout::{Layout, Rule};
 use crossmesh_core::mesh::Mesh;
+use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::doc::{Figures, PlanDoc};
 use crossmesh_core::reshard::problem::Hosts;
-use crossmesh_core::reshard::{PlanOptions, Problem, Strategy, plan};
+use crossmesh_core::reshard::{PlanOptions, Problem, Strategy, lower, plan};
 use crossmesh_core::schedule::megatron::Layers;
 use crossmesh_core::schedule::torch_csv::{self, Cells};
 use crossmesh_core::schedule::{Costs, check, time};
 use crossmesh_core::units::{Bytes, Rate, Seconds, parse_bytes, parse_rate, parse_seconds};
+use crossmesh_core::verify::verify_program;
 
 /// Beyond this many devices a case only parses and prints: the time is better spent on other cases.
 const MAX_DEVICES_TO_VISIT: usize = 1 << 12;
@@ -244,6 +246,30 @@ pub fn plan_json(data: &[u8]) {
             assert_eq!(read(&again).expect("a printed plan is a plan"), printed, "{text}");
         }
         Err(error) => assert!(!error.to_string().is_empty()),
+    }
+}
+
+/// Programs of the plans above.
+pub fn program_seeds() -> Vec<String> {
+    let program = |text: String| {
+        let plan = PlanDoc::parse(&text).and_then(|doc| doc.to_plan()).expect("a good seed");
+        ProgramDoc::new(&lower(&plan), None).to_json()
+    };
+    plan_seeds().into_iter().map(program).collect()
+}
+
+/// A program survives being printed, and the verifier has an answer for whatever can be read.
+pub fn program_json(data: &[u8]) {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    let program = match ProgramDoc::parse(text).and_then(|doc| doc.to_program()) {
+        Ok(program) => program,
+        Err(error) => return assert!(!error.to_string().is_empty()),
+    };
+    let printed = ProgramDoc::new(&program, None);
+    let again = ProgramDoc::parse(&printed.to_json()).expect("a printed program parses");
+    assert_eq!(again, printed, "{text}");
+    if let Err(error) = verify_program(&program) {
+        assert!(!error.to_string().is_empty());
     }
 }
 

@@ -108,7 +108,7 @@ pub fn run_all(
                         gate.wait();
                         Ok(())
                     };
-                    (Rank(rank), execute(plan, program.rank(Rank(rank)), links, options, &mut barrier))
+                    (Rank(rank), execute(program.rank(Rank(rank)), links, options, &mut barrier))
                 })
             })
             .collect();

@@ -46,7 +46,7 @@ pub fn run_all(plan: &Plan, options: &ExecuteOptions) -> BTreeMap<Rank, Result<R
             let cause = |e: crossmesh_comm::rendezvous::RendezvousError| e.to_string();
             meeting.barrier(soon()).map_err(|e| CommError::System { me, what: "wait", cause: cause(e) })
         };
-        execute(plan, program.rank(me), links, options, &mut barrier).unwrap_or_else(|e| panic!("{me}: {e}"))
+        execute(program.rank(me), links, options, &mut barrier).unwrap_or_else(|e| panic!("{me}: {e}"))
     } else {
         let gates = if options.check { 2 } else { 1 };
         (0..gates * options.repeat).for_each(|_| meeting.barrier(soon()).unwrap());

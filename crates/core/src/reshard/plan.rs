@@ -3,14 +3,15 @@
 //! Three rules give a plan its meaning; the verifier, the simulator and the engine all follow them:
 //! - **Holding.** A rank may send what it holds from the start, or what a transfer named in `after` brought it.
 //! - **Forwarding streams.** A transfer whose box arrives by a transfer in `after` follows it chunk by chunk, and
-//!   belongs to the same lane. Any other entry of `after` is plain order, and waits for the end.
+//!   belongs to the same lane. Any other entry of `after` is plain order: it is waited for at the rank that both have in
+//!   common, until it has left or arrived there; or where they have none in common, until it has arrived.
 //! - **Channels are first in, first out.** Transfers of one lane from one rank to another travel in list order; other
 //!   channels run side by side. Where they share a link they share it in proportion to their `weight`.
 //!
 //! With `reduce`, the receiver combines what arrives with what it has: with its own part of the partial sum, and with
 //! what earlier transfers brought it. Boxes that parts of a sum arrive in on one rank are the same or disjoint. What
 //! arrives in one box does so in list order, adding to it with `reduce` and replacing it without. A sum is sent by a
-//! transfer that names, in `after`, everything that was added; a transfer that names none of it sends the rank's own
+//! transfer that names, in `after`, what was added last; a transfer that names none of it sends the rank's own
 //! part alone. What arrives later waits, by `after`, for those who send what was there before.
 //!
 //! A sum is thus added up in an order that the plan fixes, never in one that depends on timing. The receiver's own part

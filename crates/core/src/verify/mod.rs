@@ -75,12 +75,13 @@ pub struct Claims {
 }
 
 impl Claims {
+    /// Whoever writes a plan by hand may leave times at 0: that is no claim.
     pub fn of(doc: &PlanDoc) -> Self {
         Self {
             bytes: Some(doc.bytes),
             peak_extra_bytes: Some(doc.peak_extra_bytes),
-            lower_bound_s: Some(doc.lower_bound_s),
-            predicted_s: Some(doc.predicted_s),
+            lower_bound_s: Some(doc.lower_bound_s).filter(|s| *s != 0.0),
+            predicted_s: Some(doc.predicted_s).filter(|s| *s != 0.0),
         }
     }
 }
