@@ -29,7 +29,7 @@ proptest! {
         prop_assert_eq!(layout.to_string().parse::<Layout>().unwrap(), layout.clone());
         prop_assert_eq!(layout.dtype(), words.dtype);
         prop_assert_eq!(layout.shape(), &words.shape[..]);
-        for (split, (axes, rule)) in layout.splits().iter().zip(&words.splits) {
+        for (split, (axes, rule)) in layout.by_axes().unwrap().splits().iter().zip(&words.splits) {
             prop_assert_eq!(&split.axes, axes);
             let same = match (&split.rule, rule) {
                 (Rule::Chunk, RuleWords::Chunk) => true,
@@ -66,7 +66,7 @@ proptest! {
                 each_index(layout.shape(), &region, &mut |i| copies[i] += 1);
             }
         }
-        let used: usize = (0..layout.shape().len()).map(|dim| layout.num_parts(dim)).product();
+        let used: usize = (0..layout.shape().len()).map(|dim| layout.by_axes().unwrap().num_parts(dim)).product();
         prop_assert!(copies.iter().all(|&n| n == layout.mesh().len() / used), "{}: {:?}", layout, copies);
     }
 

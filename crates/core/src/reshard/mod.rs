@@ -8,8 +8,10 @@
 
 pub mod allgather;
 mod assign;
+mod atoms;
 pub mod bound;
 pub mod broadcast;
+mod coverage;
 mod demand;
 pub mod doc;
 mod draft;
