@@ -130,6 +130,12 @@ impl Layout {
         Ok(Self { partial: self.partial.clone(), ..boxes })
     }
 
+    /// The same layout on another mesh with the same axes.
+    pub(crate) fn on_mesh(self, mesh: Mesh) -> Self {
+        assert_eq!(self.mesh.axes, mesh.axes, "a layout goes with its axes");
+        Self { mesh, ..self }
+    }
+
     pub fn dtype(&self) -> DType {
         self.dtype
     }

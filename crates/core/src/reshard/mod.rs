@@ -16,6 +16,7 @@ mod demand;
 pub mod doc;
 mod draft;
 mod flow;
+pub mod jobs;
 pub mod lower;
 #[cfg(test)]
 mod paper;
