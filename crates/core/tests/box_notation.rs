@@ -159,9 +159,9 @@ fn more_boxes_than_are_planned_for() {
     );
     let whole: Layout = "u8[4]@A{x:1048576}(_)".parse().unwrap();
     assert_eq!(whole.to_boxes().unwrap().to_string(), "u8[4]@A{x:1048576}{0-1048575: [0:4]}");
-    let fused = format!("u8[0]@A{{x:1}}(x of {})", vec!["0"; 9].join("+"));
+    let fused = format!("u8[0]@A{{x:1}}(x of {})", ["0"; 9].join("+"));
     assert!(fused.parse::<Layout>().unwrap().to_boxes().is_ok());
-    let dims = vec!["4096"; 2].join(",");
+    let dims = ["4096"; 2].join(",");
     let fused = format!("x of {}", vec!["2"; 2048].join("+"));
     let many = format!("u8[{dims}]@A{{x:2,y:2}}({fused},{})", fused.replace('x', "y"));
     assert_eq!(many.parse::<Layout>().unwrap().to_boxes().unwrap_err(), BoxError::TooManyBoxes);

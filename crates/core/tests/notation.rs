@@ -269,7 +269,7 @@ hint: dtypes are f64 f32 bf16 f16 f8e4m3 f8e5m2 i64 i32 i8 u8 bool"
 fn text_that_stops_or_goes_on() {
     assert_eq!(
         error("f32[8]@A{tp:2}"),
-        "expected `(` and how each dim is split, found the end
+        "expected `(` and how each dim is split, or `{` and boxes, found the end
   f32[8]@A{tp:2}
                 ^"
     );

@@ -91,7 +91,7 @@ enum Side {
 
 fn mesh(seed: &mut Seed, name: &'static str, grain: Grain) -> MeshDraft {
     let len = 1 + seed.below(grain.devices);
-    let axes = if len % 2 == 0 && seed.one_in(2) { vec![2, len / 2] } else { vec![len] };
+    let axes = if len.is_multiple_of(2) && seed.one_in(2) { vec![2, len / 2] } else { vec![len] };
     MeshDraft { name, axes, first_rank: None }
 }
 

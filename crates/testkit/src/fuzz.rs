@@ -246,6 +246,11 @@ pub fn plan_seeds() -> Vec<String> {
             Hosts::Described(cluster),
             vec![("f32[4]@A{dp:4}(_ | sum dp)", "f32[4]@B{tp:2}=6,7(tp)")],
         ),
+        (
+            Strategy::Flow,
+            Hosts::default(),
+            vec![("f32[8]@A{x:2}{0: [0:5]; 1: [3:8] by 2}", "f32[8]@B{x:2}{0: [0:2] [6:8] at 4; 1: [1:7]}")],
+        ),
     ];
     cases.into_iter().map(|(strategy, hosts, pairs)| plan_seed(strategy, hosts, pairs)).collect()
 }
@@ -309,6 +314,12 @@ const TOKENS: &[&str] = &[
     ".",
     " of ",
     "| sum ",
+    ";",
+    " at ",
+    " by ",
+    "[0:4]",
+    "1: ",
+    "{0: [0:1]}",
     "S01",
     "Shard(",
     "None",

@@ -10,7 +10,6 @@
 //! Elements that nobody wants need no holder. Of a partial sum every part must be held: what lacks one has no sum.
 
 use crate::box_index::{BoxIndex, Visit};
-use crate::layout::Layout;
 use crate::region::{Region, Span};
 
 use super::atoms::{Atom, atoms, atoms_of};
@@ -83,10 +82,9 @@ impl Cover<'_> {
         }
         let mut part = region.clone();
         while boxes > FEW_BOXES {
-            let lacking = halves(&part).into_iter().map(|half| (self.covered(&half), half));
+            let mut lacking = halves(&part).into_iter().map(|half| (self.covered(&half), half));
             ((_, boxes), part) = lacking
-                .filter(|((volume, _), half)| *volume < half.volume())
-                .next()
+                .find(|((volume, _), half)| *volume < half.volume())
                 .expect("a box that is not covered has a half that is not");
         }
         let mut left = vec![part.clone()];
@@ -105,11 +103,6 @@ fn halves(region: &Region) -> [Region; 2] {
     let Span { start, end } = region.spans()[dim];
     let middle = start + (end - start) / 2;
     [region.with_span(dim, Span::new(start, middle)), region.with_span(dim, Span::new(middle, end))]
-}
-
-/// Whether somebody has to check at all.
-pub(super) fn can_go_wrong(src: &Layout, dst: &Layout) -> bool {
-    src.by_boxes().is_some() || dst.by_boxes().is_some()
 }
 
 #[cfg(test)]

@@ -135,9 +135,7 @@ impl Problem {
         for (name, src, dst) in pairs {
             let src = placer.place(src)?;
             let dst = placer.place(dst)?;
-            if coverage::can_go_wrong(&src.layout, &dst.layout) {
-                coverage::check(&src, &dst)?;
-            }
+            coverage::check(&src, &dst)?;
             reshards.push(Reshard { name, src, dst });
         }
         let cluster = placer.cluster;
@@ -162,8 +160,9 @@ impl Problem {
 pub const MAX_BYTES: u64 = 1 << 56;
 
 fn check_bytes(pairs: &[(String, Layout, Layout)]) -> Result<(), PlanError> {
-    let bytes =
-        pairs.iter().map(|(_, src, dst)| src.bytes_on_devices() + dst.bytes_on_devices()).sum::<u128>();
+    // Boxes may be a small part of a tensor, whose bytes are added up elsewhere.
+    let on_devices = |layout: &Layout| layout.bytes_on_devices().max(layout.bytes().into());
+    let bytes = pairs.iter().map(|(_, src, dst)| on_devices(src) + on_devices(dst)).sum::<u128>();
     match bytes > u128::from(MAX_BYTES) {
         true => Err(PlanError::TooLarge { what: "bytes over all devices", limit: MAX_BYTES }),
         false => Ok(()),
@@ -308,5 +307,12 @@ mod tests {
         // Four whole copies beside the source are too many, two are not.
         assert_eq!(of(MAX_BYTES / 4, "_").unwrap_err(), limit);
         assert!(of(MAX_BYTES / 4, "tp").is_ok());
+        // Boxes that are small but far away in memory, or in a tensor that is too large.
+        let far = |boxes: &str| problem(&format!("u8[8]@A{{x:1}}{{0: {boxes}}}"), "u8[8]@B{x:1}{0: [0:1]}");
+        assert_eq!(far(&format!("[0:8] at {MAX_BYTES}")).unwrap_err(), limit);
+        assert_eq!(far(&format!("[0:8] by {}", MAX_BYTES / 4)).unwrap_err(), limit);
+        assert!(far(&format!("[0:8] at {}", MAX_BYTES / 2)).is_ok());
+        let huge = format!("u8[{}]@A{{x:1}}{{0: [0:1]}}", u64::MAX);
+        assert_eq!(problem(&huge, &huge).unwrap_err(), limit);
     }
 }
