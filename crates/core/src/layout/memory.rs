@@ -258,8 +258,8 @@ mod tests {
     fn the_largest_offsets_are_compared_too() {
         let boxes =
             [held(0, &[(1 << 62, 4)]), held((1 << 62) - 1, &[(1 << 62, 3)]), held(1, &[(1 << 61, 7)])];
-        assert_eq!(share_a_place(&boxes[0], &boxes[1]), false);
-        assert_eq!(share_a_place(&boxes[0], &boxes[2]), false);
-        assert_eq!(share_a_place(&boxes[0], &held(3 << 62, &[(1, 9)])), true);
+        assert!(!share_a_place(&boxes[0], &boxes[1]));
+        assert!(!share_a_place(&boxes[0], &boxes[2]));
+        assert!(share_a_place(&boxes[0], &held(3 << 62, &[(1, 9)])));
     }
 }

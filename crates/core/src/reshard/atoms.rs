@@ -203,10 +203,13 @@ mod tests {
         assert_eq!(atoms_of_text("f32[4]@A{x:1}{0: [0:3] [1:4]}").len(), 3);
     }
 
+    /// Where a span starts and ends.
+    type Ends = (u64, u64);
+
     fn arb_boxes() -> impl Strategy<Value = String> {
         let span = (0u64..8, 1u64..5).prop_map(|(start, len)| (start, (start + len).min(8)));
         prop::collection::vec(prop::collection::vec((span.clone(), span), 0..4), 1..6).prop_map(|ranks| {
-            let boxes = |b: &Vec<((u64, u64), (u64, u64))>| {
+            let boxes = |b: &[(Ends, Ends)]| {
                 b.iter().map(|(x, y)| format!(" [{}:{}, {}:{}]", x.0, x.1, y.0, y.1)).collect::<String>()
             };
             let lists: Vec<String> =
