@@ -79,14 +79,14 @@ impl Pieces {
         let (src_atoms, dst_atoms) = (atoms(&src.layout)?, atoms(&dst.layout)?);
         let index = BoxIndex::new(dst_atoms.iter().map(|a| &a.region));
         let (mut src_tiles, mut dst_tiles) = (TileTable::new(src), TileTable::new(dst));
+        let wanted_by: Vec<u32> = dst_atoms.iter().map(|a| dst_tiles.number(&a.holders)).collect();
         let mut pieces = Vec::new();
         for atom in src_atoms {
             let src_tile = src_tiles.number(&atom.holders);
             for meeting in index.meeting(atom.region.spans()) {
-                let wanted = &dst_atoms[meeting as usize];
-                let region = atom.region.intersect(&wanted.region);
+                let region = atom.region.intersect(&dst_atoms[meeting as usize].region);
                 let region = region.expect("the index finds what meets");
-                pieces.push(Piece { region, src_tile, dst_tile: dst_tiles.number(&wanted.holders) });
+                pieces.push(Piece { region, src_tile, dst_tile: wanted_by[meeting as usize] });
             }
             if pieces.len() as u64 > MAX_PIECES {
                 return Err(PlanError::TooLarge { what: "pieces in one tensor", limit: MAX_PIECES });
