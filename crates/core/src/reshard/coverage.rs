@@ -31,10 +31,14 @@ pub(super) fn check(src: &Placed, dst: &Placed) -> Result<(), PlanError> {
         let cover = Cover { index: BoxIndex::new(held.iter().map(|a| &a.region)), held: &held };
         let hole = wanted.iter().find_map(|atom| Some((atom, cover.hole(&atom.region)?)));
         if let Some((atom, region)) = hole {
-            let (rank, dst) = (dst.ranks[atom.holders[0] as usize], dst.layout.summary());
             let part = src.layout.partial().map(|partial| format!(" of part {part} of the {}", partial.op));
-            let what = part.unwrap_or_default();
-            return Err(PlanError::NobodyHolds { region, what, rank, src: src.layout.summary(), dst });
+            let layouts = format!("{} -> {}", src.layout.summary(), dst.layout.summary());
+            return Err(PlanError::NobodyHolds {
+                region,
+                what: part.unwrap_or_default().into(),
+                rank: dst.ranks[atom.holders[0] as usize],
+                layouts: layouts.into(),
+            });
         }
     }
     Ok(())
@@ -49,7 +53,8 @@ fn check_wanted_once(dst: &Placed) -> Result<(), PlanError> {
         let [first, second] = [first, second].map(|i| boxes[i as usize].region.clone());
         let region = first.intersect(&second).expect("the index finds what overlaps");
         let rank = dst.ranks[table.first_position(kind)];
-        return Err(PlanError::WantedTwice { rank, region, first, second, dst: dst.layout.summary() });
+        let dst = dst.layout.summary().into();
+        return Err(PlanError::WantedTwice { rank, region, first, second, dst });
     }
     Ok(())
 }

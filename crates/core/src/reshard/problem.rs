@@ -35,13 +35,13 @@ pub enum PlanError {
     )]
     RankGap { mesh: String, rank: u32, gap: u32 },
     #[error(
-        "nobody holds {region}{what}, which {rank} wants\n  from {src}\n  to {dst}\nhint: list it for a device of the source, or nobody should want it"
+        "nobody holds {region}{what}, which {rank} wants\n  {layouts}\nhint: list it for a device of the source, or nobody should want it"
     )]
-    NobodyHolds { region: Region, what: String, rank: Rank, src: String, dst: String },
+    NobodyHolds { region: Region, what: Box<str>, rank: Rank, layouts: Box<str> },
     #[error(
         "{rank} wants {region} twice: in {first} and in {second}\n  {dst}\nhint: a device receives an element once; cut one of the boxes short"
     )]
-    WantedTwice { rank: Rank, region: Region, first: Region, second: Region, dst: String },
+    WantedTwice { rank: Rank, region: Region, first: Region, second: Region, dst: Box<str> },
     #[error(
         "rank {rank} of mesh {mesh} and a rank offset of {offset} make {}, which is too large\nhint: ranks go up to {}", u64::from(*rank) + u64::from(*offset), u32::MAX - 1
     )]
