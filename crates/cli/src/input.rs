@@ -16,6 +16,7 @@ use crossmesh_core::cluster::{Cluster, Host, Topology};
 use crossmesh_core::layout::Layout;
 use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::doc::PlanDoc;
+use crossmesh_core::reshard::jobs::offset_destinations;
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy};
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
@@ -34,6 +35,10 @@ pub struct ProblemArgs {
     /// Plan many tensors together: a file with a line `[NAME:] SRC -> DST` for each; `-` reads stdin
     #[arg(long, value_name = "FILE", conflicts_with_all = ["src", "dst"])]
     pub pairs: Option<PathBuf>,
+    /// The destinations are another job's, which counts its ranks from 0: here its rank 0 is rank N, and its meshes are
+    /// its own
+    #[arg(long, value_name = "N")]
+    pub dst_rank_offset: Option<u32>,
     #[command(flatten)]
     pub hosts: HostArgs,
 }
@@ -90,6 +95,10 @@ impl ProblemArgs {
             }
             (None, Some(file), None) => read_pairs(Path::new(file))?,
             (None, None, _) => bail!("nothing to plan\nhint: give SRC and DST, or --pairs FILE"),
+        };
+        let pairs = match self.dst_rank_offset {
+            Some(offset) => offset_destinations(pairs, offset)?,
+            None => pairs,
         };
         self.hosts.problem(pairs)
     }
@@ -176,7 +185,7 @@ pub fn parse_layout(text: &str) -> Result<Layout> {
 }
 
 fn looks_like_a_layout(text: &str) -> bool {
-    text.contains('@') && text.contains('(') && !Path::new(text).exists()
+    text.contains('@') && text.contains(['(', '{']) && !Path::new(text).exists()
 }
 
 pub fn read_cluster(path: &Path) -> Result<Cluster> {

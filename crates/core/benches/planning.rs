@@ -100,8 +100,7 @@ impl Case {
         };
         let bytes_of = |tensor: &Reshard| {
             let layout = &tensor.dst.layout;
-            let tiles: usize = (0..layout.shape().len()).map(|dim| layout.num_parts(dim)).product();
-            layout.bytes() * (layout.mesh().len() / tiles) as u64
+            u64::try_from(layout.bytes_on_devices()).expect("cases fit")
         };
         Checksum { transfers, bytes: problem.reshards.iter().map(bytes_of).sum() }
     }
@@ -113,7 +112,7 @@ impl Case {
 
 /// How many pairs of a source and a destination part of dim 0 have elements in common.
 fn meetings(tensor: &Reshard) -> usize {
-    let parts = |layout: &Layout| layout.part_spans(0).concat();
+    let parts = |layout: &Layout| layout.by_axes().expect("cases are split by axes").part_spans(0).concat();
     let (src, dst) = (parts(&tensor.src.layout), parts(&tensor.dst.layout));
     src.iter().map(|s| dst.iter().filter(|d| s.intersect(**d).is_some()).count()).sum()
 }

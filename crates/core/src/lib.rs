@@ -4,6 +4,7 @@
 //! [`program::Program`], which is verified, simulated, and elsewhere run. Nothing in this crate opens a socket or a
 //! file, reads a clock, starts a thread or keeps global state.
 
+pub mod box_index;
 pub mod cluster;
 pub mod collective;
 pub mod dtype;

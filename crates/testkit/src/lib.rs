@@ -2,6 +2,7 @@
 
 pub mod arb;
 pub mod big;
+pub mod boxes;
 pub mod cuts;
 pub mod fuzz;
 pub mod interpret;

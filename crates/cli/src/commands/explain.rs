@@ -110,7 +110,7 @@ fn tensors(plan: &Plan) -> String {
     for &i in order.iter().take(SHOWN) {
         let r = &reshards[i];
         let name = if r.name.is_empty() { format!("tensor {i}") } else { r.name.clone() };
-        let (src, dst) = (r.src.layout.to_string(), r.dst.layout.to_string());
+        let (src, dst) = (r.src.layout.summary(), r.dst.layout.summary());
         table.row([name, src, dst, Bytes(r.src.layout.bytes()).to_string()]);
     }
     format!("tensors\n{}{}", table.render(2), and_more(reshards.len(), SHOWN, "tensor"))

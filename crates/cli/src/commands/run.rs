@@ -188,6 +188,12 @@ pub fn run(mut args: Args) -> Result<Answer> {
 fn predict(args: &Args) -> Result<Prediction> {
     match document_file(&args.problem) {
         None => Prediction::of_problem(&args.problem.problem()?, &args.plan.options()?),
+        Some(path) if args.problem.dst_rank_offset.is_some() => {
+            bail!(
+                "the ranks of {} are planned already\nhint: give --dst-rank-offset when planning",
+                path.display()
+            )
+        }
         Some(path) => read_proven_plan(path, &args.problem.hosts),
     }
 }

@@ -16,6 +16,7 @@ use std::borrow::Cow;
 
 use rustc_hash::FxHashMap;
 
+use crate::box_index::BoxIndex;
 use crate::id::Rank;
 use crate::program::{Holds, Op, OpKind, Program, RankProgram, TileId};
 use crate::region::{Region, Span};
@@ -28,6 +29,8 @@ use super::tiling::{Flaw, Tile as Box_, check_disjoint, check_tiling, uncovered}
 
 /// No op: what was there from the start.
 const NOBODY: u32 = u32::MAX;
+/// So many are looked at one by one.
+const FEW_CELLS: usize = 16;
 /// Boxes that cross are cut into this many cells at most, on one rank.
 const MAX_ATOMS: usize = 1 << 14;
 
@@ -64,6 +67,8 @@ pub struct RankMemory<'a> {
     cells_of: Vec<std::ops::Range<u32>>,
     cells: Vec<Cell<'a>>,
     exact: FxHashMap<(u32, &'a [Span]), u32>,
+    /// By space, where it has many cells: to find those that a box meets.
+    indices: FxHashMap<u32, BoxIndex>,
     /// Boxes written to spaces that nobody reads: all that matters is that they fill their goals.
     filled: Vec<Written<'a>>,
     plain: Vec<bool>,
@@ -84,6 +89,7 @@ impl<'a> RankMemory<'a> {
             cells_of: vec![0..0; n],
             cells: vec![],
             exact: FxHashMap::default(),
+            indices: FxHashMap::default(),
             filled: vec![],
             plain: vec![false; n],
             live: vec![],
@@ -198,6 +204,10 @@ impl<'a> RankMemory<'a> {
                 self.make_cells_of(space, own)?;
             }
             self.cells_of[space as usize] = first..self.cells.len() as u32;
+            if self.cells.len() - first as usize > FEW_CELLS {
+                let regions = self.cells[first as usize..].iter().map(|cell| &*cell.region);
+                self.indices.insert(space, BoxIndex::new(regions));
+            }
         }
         self.filled = filled;
         Ok(())
@@ -282,8 +292,11 @@ impl<'a> RankMemory<'a> {
         if let Some(cell) = self.exact.get(&(space, region.spans())) {
             return vec![*cell];
         }
-        let meets = |c: &u32| self.cells[*c as usize].region.overlaps(region);
-        self.cells_of[space as usize].clone().filter(meets).collect()
+        let all = self.cells_of[space as usize].clone();
+        if let Some(index) = self.indices.get(&space) {
+            return index.meeting(region.spans()).into_iter().map(|c| all.start + c).collect();
+        }
+        all.filter(|c| self.cells[*c as usize].region.overlaps(region)).collect()
     }
 
     /// What an op reads: the parts that all of a box holds.

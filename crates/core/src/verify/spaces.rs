@@ -11,10 +11,9 @@
 
 use rustc_hash::FxHashMap;
 
+use crate::layout::{HeldBox, share_a_place};
 use crate::program::{Program, RankProgram, Tile};
-
-/// More runs of bytes than this are not compared one by one: tiles whose extents meet then count as sharing memory.
-const MAX_RUNS: u64 = 1 << 16;
+use crate::region::{Region, Span};
 
 /// Tiles that give every element the same address.
 #[derive(Debug, Default)]
@@ -57,7 +56,14 @@ impl Spaces {
         spaces
     }
 
+    /// Marks spaces that have bytes in common with others. Mostly none have, which is seen at a glance.
     fn find_sharing(&mut self, program: &Program, ranked: &RankProgram) {
+        let mut by_place: Vec<(u32, (u64, u64))> =
+            ranked.tiles.iter().map(|tile| (tile.buffer, extent(program, tile))).collect();
+        by_place.sort_unstable();
+        if by_place.windows(2).all(|w| w[0].0 != w[1].0 || w[0].1.1 <= w[1].1.0) {
+            return;
+        }
         let mut by_place: Vec<u32> = (0..self.spaces.len() as u32).collect();
         by_place.sort_by_key(|s| (self.spaces[*s as usize].buffer, self.spaces[*s as usize].extent));
         let mut reaching: Vec<u32> = vec![];
@@ -139,33 +145,16 @@ fn tiles_meet(program: &Program, a: &Tile, b: &Tile) -> bool {
     if a_start >= b_end || b_start >= a_end {
         return false;
     }
-    match (runs(program, a), runs(program, b)) {
-        (Some(a), Some(b)) => {
-            let mut all: Vec<(u64, u64, bool)> = a.into_iter().map(|(s, e)| (s, e, true)).collect();
-            all.extend(b.into_iter().map(|(s, e)| (s, e, false)));
-            all.sort_unstable();
-            // Runs of one tile do not meet, so two that do are neighbours.
-            all.windows(2).any(|w| w[1].0 < w[0].1)
-        }
-        _ => true,
-    }
+    // A row without gaps has no holes for another to be in.
+    (a.strides.is_none() && b.strides.is_none()) || share_a_place(&bytes_of(program, a), &bytes_of(program, b))
 }
 
-/// The runs of bytes of a tile; none where there are too many.
-fn runs(program: &Program, tile: &Tile) -> Option<Vec<(u64, u64)>> {
-    let (start, end) = extent(program, tile);
-    if tile.strides.is_none() {
-        return Some(vec![(start, end)]);
-    }
-    let region = &program.boxes[tile.region];
+/// A tile as a box of bytes: the bytes of an element are its innermost dim.
+fn bytes_of(program: &Program, tile: &Tile) -> HeldBox {
     let element = program.tensors[tile.tensor as usize].dtype.bytes();
-    if region.volume() > MAX_RUNS {
-        return None;
-    }
-    let mut starts = vec![tile.offset];
-    for (span, stride) in region.spans().iter().zip(strides(program, tile)) {
-        starts = starts.iter().flat_map(|s| (0..span.len()).map(move |i| s + i * stride)).collect();
-    }
-    starts.sort_unstable();
-    Some(starts.into_iter().map(|s| (s, s + element)).collect())
+    let mut spans = program.boxes[tile.region].spans().to_vec();
+    spans.push(Span::new(0, element));
+    let mut strides = strides(program, tile);
+    strides.push(1);
+    HeldBox { region: Region::new(spans), offset_elements: tile.offset, strides }
 }

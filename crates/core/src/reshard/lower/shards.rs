@@ -1,8 +1,11 @@
 //! A rank's shards as buffers and tiles.
 
+use std::sync::Arc;
+
 use rustc_hash::FxHashMap;
 
 use crate::id::{Rank, RegionId};
+use crate::layout::{HeldBox, Layout};
 use crate::program::{BoxTable, Holds, RankProgram, Role, Tile, TileId};
 use crate::region::Region;
 use crate::reshard::plan::Plan;
@@ -34,8 +37,8 @@ impl ShardTiles {
             let (source, goal) = (Holds::Source(part), Holds::Goal);
             let of_tensor = match tiles.in_place {
                 false => [
-                    layer.packed(&sides.src, Role::Source(tensor), source),
-                    layer.packed(&sides.dst, Role::Destination(tensor), goal),
+                    layer.shard(&reshard.src.layout, &sides.src, Role::Source(tensor), source),
+                    layer.shard(&reshard.dst.layout, &sides.dst, Role::Destination(tensor), goal),
                 ],
                 true => {
                     layer.in_place([(&sides.src, source), (&sides.dst, goal)], reshard.src.layout.shape())
@@ -98,6 +101,28 @@ struct Layer<'a> {
 }
 
 impl Layer<'_> {
+    /// A shard, as its layout has it lie in memory.
+    fn shard(&mut self, layout: &Layout, shards: &Shards, role: Role, holds: Holds) -> Vec<TileId> {
+        let position = shards.position(self.rank).filter(|_| layout.by_axes().is_none());
+        let Some(position) = position else { return self.packed(shards, role, holds) };
+        let coord = layout.mesh().coord(position);
+        let held = layout.held_at(&coord);
+        if held.is_empty() {
+            return vec![];
+        }
+        let element = self.element;
+        let buffer = self.program.add_buffer(layout.shard_elements(&coord) * element, role);
+        let in_bytes = |strides: &[u64]| strides.iter().map(|s| s * element).collect::<Vec<u64>>();
+        held.into_iter()
+            .map(|held| {
+                let in_a_row = held == HeldBox::packed(held.region.clone(), held.offset_elements);
+                let HeldBox { region, offset_elements, strides } = held;
+                let strides = (!in_a_row).then(|| in_bytes(&strides).into());
+                self.tile(region, buffer, offset_elements * element, strides, holds)
+            })
+            .collect()
+    }
+
     /// Box behind box, in the order of the layout.
     fn packed(&mut self, shards: &Shards, role: Role, holds: Holds) -> Vec<TileId> {
         let held = shards.boxes(self.rank);
@@ -110,7 +135,7 @@ impl Layer<'_> {
         let mut tiles = vec![];
         for region in held {
             let bytes = region.volume() * self.element;
-            tiles.push(self.tile(region, buffer, offset, holds));
+            tiles.push(self.tile(region, buffer, offset, None, holds));
             offset += bytes;
         }
         tiles
@@ -128,12 +153,19 @@ impl Layer<'_> {
         let element = self.element;
         let start = |region: &Region| region.spans().first().map_or(0, |s| s.start) * element;
         held.map(|(boxes, holds)| {
-            boxes.into_iter().map(|b| (start(&b), b)).map(|(at, b)| self.tile(b, buffer, at, holds)).collect()
+            boxes.into_iter().map(|b| (start(&b), b)).map(|(at, b)| self.tile(b, buffer, at, None, holds)).collect()
         })
     }
 
-    fn tile(&mut self, region: Region, buffer: u32, offset: u64, holds: Holds) -> TileId {
+    fn tile(
+        &mut self,
+        region: Region,
+        buffer: u32,
+        offset: u64,
+        strides: Option<Arc<[u64]>>,
+        holds: Holds,
+    ) -> TileId {
         let region: RegionId = self.boxes.push(region);
-        self.program.add_tile(Tile { tensor: self.tensor, region, buffer, offset, strides: None, holds })
+        self.program.add_tile(Tile { tensor: self.tensor, region, buffer, offset, strides, holds })
     }
 }
