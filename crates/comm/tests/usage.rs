@@ -6,7 +6,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 const MIB: u64 = 1 << 20;
 
-fn touch(memory: Addressing) -> Memory {
+fn touch(memory: Memory) -> Memory {
     let len = memory.len() as usize;
     memory.own().unwrap().elements_mut::<u8>(0, len).fill(1);
     memory

@@ -27,7 +27,7 @@ pub fn run_rank(rank: Rank, links: Links, plans: &[Plan], sharing: Sharing) {
     let mut started = vec![];
     // Every rank starts them in an order of its own.
     for i in (0..plans.len()).map(|i| (i + rank.index()) % plans.len()) {
-        let (plan, program) = (&plans[i], Verified::plan(&plans[i], Addressing::Apart).unwrap());
+        let program = Verified::plan(&plans[i], Addressing::Apart).unwrap();
         if rank.index() >= program.ranks.len() {
             continue;
         }
