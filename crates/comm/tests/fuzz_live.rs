@@ -25,9 +25,9 @@ use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_comm::wire::{HEADER_BYTES, Header, Kind};
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::{OpKind, Program};
+use crossmesh_core::program::OpKind;
+use crossmesh_core::reshard::Strategy;
 use crossmesh_core::reshard::lower::Addressing;
-use crossmesh_core::reshard::{Plan, Strategy};
 use crossmesh_core::verify::Verified;
 use crossmesh_testkit::seed::Seed;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -58,7 +58,6 @@ impl Fast {
 
 /// What the rank is there for: tensors both ways, whole and in strips, one to be added to, small and large.
 struct Work {
-    plan: Plan,
     program: Verified,
     /// What the rank waits for: tag, bytes, and whether it is added to what is there.
     expected: Vec<(u32, u64, bool)>,
@@ -89,7 +88,7 @@ impl Work {
         };
         let sends: Vec<u32> = ops.iter().filter_map(send).collect();
         assert!(expected.len() >= 3 && !sends.is_empty());
-        Self { plan, program, expected, sends }
+        Self { program, expected, sends }
     }
 
     fn spec(&self) -> JobSpec {

@@ -17,8 +17,8 @@ use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_comm::wire::{HEADER_BYTES, Header, Kind};
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::OpKind;
+use crossmesh_core::reshard::Strategy;
 use crossmesh_core::reshard::lower::Addressing;
-use crossmesh_core::reshard::{Strategy, lower};
 use crossmesh_core::verify::Verified;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 

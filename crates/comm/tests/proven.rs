@@ -44,6 +44,10 @@ fn what_is_proven_runs() {
     for number in 0.. {
         let mut seed = Seed(number);
         let problem = varied(&problem(number, Shape::SMALL), &mut seed);
+        let has_sums = problem.reshards.iter().any(|r| r.src.layout.num_contributions() > 1);
+        if number.is_multiple_of(2) && !has_sums {
+            continue; // sums are what goes wrong most easily
+        }
         let strategy = if seed.one_in(2) { Strategy::Flow } else { seed.pick(&Strategy::CONCRETE) };
         let Some(plan) = planned(&problem, strategy, &mut seed) else { continue };
         let context = || {
@@ -56,7 +60,7 @@ fn what_is_proven_runs() {
             assert!(report.verified, "{}, {rank}: {:?}", context(), report.wrong);
         }
         runs += 1;
-        sums += usize::from(problem.reshards.iter().any(|r| r.src.layout.num_contributions() > 1));
+        sums += usize::from(has_sums);
         staged += usize::from(proof.peak_extra_bytes > 0);
         if runs >= wanted {
             break;

@@ -21,7 +21,7 @@ pub enum Mutation {
     /// What was forwarded now waits for its forwarder, instead of the other way round.
     Reverse,
     /// Both wait for each other.
-    Circle,
+    Cycle,
 }
 
 impl Mutation {
@@ -33,7 +33,7 @@ impl Mutation {
         Mutation::Shrink,
         Mutation::Hasten,
         Mutation::Reverse,
-        Mutation::Circle,
+        Mutation::Cycle,
     ];
 }
 
@@ -100,7 +100,7 @@ pub fn mutate(plan: &Plan, mutation: Mutation, seed: &mut Seed) -> Option<(Plan,
             }
             if partial { vec![Causality, Coverage, Race, Deadlock] } else { vec![Causality] }
         }
-        Mutation::Circle => {
+        Mutation::Cycle => {
             let a = match t.after.first() {
                 Some(a) => *a,
                 None if n > 1 => {

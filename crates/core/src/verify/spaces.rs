@@ -146,7 +146,8 @@ fn tiles_meet(program: &Program, a: &Tile, b: &Tile) -> bool {
         return false;
     }
     // A row without gaps has no holes for another to be in.
-    (a.strides.is_none() && b.strides.is_none()) || share_a_place(&bytes_of(program, a), &bytes_of(program, b))
+    (a.strides.is_none() && b.strides.is_none())
+        || share_a_place(&bytes_of(program, a), &bytes_of(program, b))
 }
 
 /// A tile as a box of bytes: the bytes of an element are its innermost dim.

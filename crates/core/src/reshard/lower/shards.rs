@@ -153,7 +153,11 @@ impl Layer<'_> {
         let element = self.element;
         let start = |region: &Region| region.spans().first().map_or(0, |s| s.start) * element;
         held.map(|(boxes, holds)| {
-            boxes.into_iter().map(|b| (start(&b), b)).map(|(at, b)| self.tile(b, buffer, at, None, holds)).collect()
+            boxes
+                .into_iter()
+                .map(|b| (start(&b), b))
+                .map(|(at, b)| self.tile(b, buffer, at, None, holds))
+                .collect()
         })
     }
 
