@@ -419,8 +419,9 @@ impl<'a> RankMemory<'a> {
             Err(VerifyError::WriteRace { region: cell.region.clone().into_owned(), first, second, does })
         };
         for &reader in &cell.readers {
-            // A compute op may use what it made, an op what it copies onto itself.
-            if reader != op && !before.is_over(self.rank.0, reader, op) {
+            // A pass knows itself what it reads and writes when; a copy onto what it reads does not.
+            let own = reader == op && matches!(self.ranked.ops[op as usize].kind, OpKind::Compute { .. });
+            if !own && (reader == op || !before.is_over(self.rank.0, reader, op)) {
                 return race(reader, "read");
             }
         }

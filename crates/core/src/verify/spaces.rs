@@ -21,6 +21,8 @@ pub struct Space {
     pub tensor: u32,
     pub buffer: u32,
     pub tiles: Vec<u32>,
+    /// The smallest box around them.
+    bounds: Vec<Span>,
     /// From the first byte of any of them to behind the last.
     pub extent: (u64, u64),
     /// Whether another space has some of its bytes.
@@ -39,13 +41,22 @@ impl Spaces {
         let mut known: FxHashMap<(u32, u32, Map), u32> = FxHashMap::default();
         for (i, tile) in (0..).zip(&ranked.tiles) {
             let map = Map::of(program, tile);
+            let element = program.tensors[tile.tensor as usize].dtype.bytes();
+            let spans = program.boxes[tile.region].spans();
             let next = spaces.spaces.len() as u32;
-            let space = *known.entry((tile.buffer, tile.tensor, map)).or_insert(next);
+            let keeps_apart = |space: &u32| {
+                let bounds = hull(&spaces.spaces[*space as usize].bounds, spans);
+                map.keeps_apart(&bounds, element).then_some(*space)
+            };
+            let joined = known.get(&(tile.buffer, tile.tensor, map.clone())).and_then(keeps_apart);
+            let space = joined.unwrap_or(next);
             if space == next {
-                let (tensor, buffer) = (tile.tensor, tile.buffer);
-                let extent = (u64::MAX, 0);
-                spaces.spaces.push(Space { tensor, buffer, tiles: vec![], extent, shares: false });
+                known.insert((tile.buffer, tile.tensor, map), next);
+                let (tensor, buffer, bounds) = (tile.tensor, tile.buffer, spans.to_vec());
+                spaces.spaces.push(Space { tensor, buffer, bounds, extent: (u64::MAX, 0), ..Space::default() });
             }
+            let bounds = hull(&spaces.spaces[space as usize].bounds, spans);
+            spaces.spaces[space as usize].bounds = bounds;
             let (start, end) = extent(program, tile);
             let space_of = &mut spaces.spaces[space as usize];
             space_of.tiles.push(i);
@@ -96,7 +107,7 @@ impl Spaces {
 
 /// Where a tensor's elements would lie if there were all of them: the address of the first one, and the strides. Dims of one
 /// element have none.
-#[derive(Debug, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Map {
     origin: i128,
     strides: Vec<u64>,
@@ -110,6 +121,26 @@ impl Map {
             region.spans().iter().zip(&strides).map(|(s, stride)| i128::from(s.start) * i128::from(*stride));
         Self { origin: i128::from(tile.offset) - steps.sum::<i128>(), strides }
     }
+}
+
+impl Map {
+    /// Whether no two elements of a box have an address in common: a stride leads beyond all that smaller ones reach.
+    fn keeps_apart(&self, bounds: &[Span], element: u64) -> bool {
+        let dims = self.strides.iter().zip(bounds).map(|(stride, span)| (*stride, span.len()));
+        let mut dims: Vec<(u64, u64)> = dims.filter(|(_, len)| *len > 1).collect();
+        dims.sort_unstable();
+        let mut reach = u128::from(element);
+        dims.into_iter().all(|(stride, len)| {
+            let apart = u128::from(stride) >= reach;
+            reach += u128::from(stride) * u128::from(len - 1);
+            apart
+        })
+    }
+}
+
+/// The smallest box around two.
+fn hull(a: &[Span], b: &[Span]) -> Vec<Span> {
+    a.iter().zip(b).map(|(a, b)| Span::new(a.start.min(b.start), a.end.max(b.end))).collect()
 }
 
 fn strides(program: &Program, tile: &Tile) -> Vec<u64> {
