@@ -4,20 +4,17 @@ use std::collections::BTreeMap;
 
 use crossmesh_core::collective::{Call, Collective, Group};
 use crossmesh_core::dtype::DType;
-use crossmesh_core::id::Rank;
+use crossmesh_core::id::{Rank, TransferId};
 use crossmesh_core::program::Program;
 use crossmesh_core::program::doc::{ProgramDoc, ProgramDocError};
-use crossmesh_core::reshard::{PlanOptions, Problem, Strategy, lower, plan};
-use crossmesh_core::verify::{Law, verify_program};
+use crossmesh_core::region::{Region, Span};
+use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy, lower, plan};
+use crossmesh_core::verify::{Law, verify, verify_program};
 use crossmesh_testkit::interpret::{Sends, interpret};
 use crossmesh_testkit::mutate_program::{Change, change};
-use crossmesh_testkit::seed::{Seed, Shape, problem};
+use crossmesh_testkit::replay::run_program;
+use crossmesh_testkit::seed::{Seed, Shape, problem, sweep};
 use crossmesh_testkit::simple::{self, Way};
-
-/// How many changed programs to look at: `CROSSMESH_SWEEP` says more.
-fn sweep(usual: usize) -> usize {
-    std::env::var("CROSSMESH_SWEEP").ok().and_then(|n| n.parse().ok()).unwrap_or(usual)
-}
 
 /// A program of some kind, small enough to be carried out byte by byte.
 fn program(number: u64) -> Program {
@@ -64,7 +61,7 @@ fn runs_right(program: &Program, seed: u64, orders: u64) -> Result<(), String> {
 
 #[test]
 fn changed_programs_are_refused_or_harmless() {
-    let wanted = sweep(6_000);
+    let wanted = sweep(6_000) as usize;
     let mut seen: BTreeMap<Change, [usize; 2]> = BTreeMap::new();
     let mut count = 0;
     for number in 0.. {
@@ -187,4 +184,94 @@ fn damaged_documents_never_panic() {
         }
     }
     assert!(passed > 100, "only {passed} documents could still be read");
+}
+
+/// A transfer as it is changed: source, destination, box, `after`, `reduce`, `then_own`, tensor.
+type Draft = (Rank, Rank, Region, Vec<usize>, bool, bool, u32);
+
+/// The same plan with one transfer changed, in any way that a file could say.
+fn changed_plan(plan: &Plan, seed: &mut Seed) -> Option<Plan> {
+    let index = |list: &[TransferId]| list.iter().map(|a| a.index()).collect::<Vec<usize>>();
+    let drafts = plan.transfers().iter();
+    let mut drafts: Vec<Draft> = drafts
+        .map(|t| {
+            let region = plan.region(t).clone();
+            (t.src, t.dst, region, index(plan.after(t)), t.reduce, t.then_own, t.tensor)
+        })
+        .collect();
+    let (n, ranks) = (drafts.len(), plan.problem.topology.num_ranks());
+    let i = if n == 0 { return None } else { seed.below(n) };
+    let partial = plan.problem.reshards[drafts[i].6 as usize].src.layout.num_contributions() > 1;
+    match seed.below(11) {
+        0 => drafts[i].0 = Rank::at(seed.below(ranks)),
+        1 => drafts[i].1 = Rank::at(seed.below(ranks)),
+        kind @ 2..=4 => {
+            let dim = seed.below(drafts[i].2.num_dims().max(1));
+            let span = *drafts[i].2.spans().get(dim)?;
+            let len = plan.problem.reshards[drafts[i].6 as usize].src.layout.shape()[dim];
+            let (start, end) = match kind {
+                2 => (span.start.saturating_sub(1), (span.end + 1).min(len)),
+                3 => (span.start + u64::from(span.len() > 1), span.end),
+                _ => (0, len),
+            };
+            drafts[i].2 = drafts[i].2.with_span(dim, Span::new(start, end));
+        }
+        5 => drop((seed.below(drafts[i].3.len().max(1)) < drafts[i].3.len()).then(|| drafts[i].3.pop())),
+        6 => drafts[i].3.push(seed.below(n)),
+        7 => drafts[i].4 = partial && !drafts[i].4,
+        8 => drafts.push(drafts[i].clone()),
+        9 => drafts[i].5 = partial && !drafts[i].5,
+        _ => {
+            // Two transfers change places; who waits for whom stays.
+            let j = seed.below(n);
+            drafts.swap(i, j);
+            let moved = |a: usize| {
+                if a == i {
+                    j
+                } else if a == j {
+                    i
+                } else {
+                    a
+                }
+            };
+            drafts.iter_mut().for_each(|d| d.3.iter_mut().for_each(|a| *a = moved(*a)));
+        }
+    }
+    let mut changed = Plan::new(plan.problem.clone(), "changed", plan.chunk_bytes);
+    for (src, dst, region, mut after, reduce, then_own, tensor) in drafts {
+        after.sort_unstable();
+        after.dedup();
+        let region = changed.add_region(region);
+        let after: Vec<TransferId> = after.into_iter().map(TransferId::at).collect();
+        let id = changed.add(tensor, src, dst, region, &after);
+        (changed.transfer_mut(id).reduce, changed.transfer_mut(id).then_own) = (reduce, then_own);
+    }
+    Some(changed)
+}
+
+#[test]
+fn changed_plans_are_refused_or_harmless() {
+    let wanted = sweep(6_000) as usize;
+    let (mut count, mut harmless) = (0, 0);
+    for number in 0.. {
+        let mut seed = Seed(number);
+        let problem = problem(number, Shape::SMALL);
+        let strategy = seed.pick(&Strategy::CONCRETE);
+        let options = PlanOptions { strategy, ..PlanOptions::default() };
+        let plan = plan(&problem, &options).or_else(|_| plan(&problem, &PlanOptions::default())).unwrap();
+        for _ in 0..8 {
+            let Some(changed) = changed_plan(&plan, &mut seed) else { break };
+            count += 1;
+            if verify(&changed).is_ok() {
+                harmless += 1;
+                run_program(&changed, &lower(&changed), number)
+                    .unwrap_or_else(|e| panic!("plan {number} passes, but {e}\n{}", lower(&changed)));
+            }
+        }
+        if count >= wanted {
+            break;
+        }
+    }
+    eprintln!("{count} changed plans, {harmless} of them harmless");
+    assert!(harmless > wanted / 50 && harmless < count * 3 / 4, "{harmless} of {count} pass");
 }

@@ -53,7 +53,13 @@ impl Spaces {
             if space == next {
                 known.insert((tile.buffer, tile.tensor, map), next);
                 let (tensor, buffer, bounds) = (tile.tensor, tile.buffer, spans.to_vec());
-                spaces.spaces.push(Space { tensor, buffer, bounds, extent: (u64::MAX, 0), ..Space::default() });
+                spaces.spaces.push(Space {
+                    tensor,
+                    buffer,
+                    bounds,
+                    extent: (u64::MAX, 0),
+                    ..Space::default()
+                });
             }
             let bounds = hull(&spaces.spaces[space as usize].bounds, spans);
             spaces.spaces[space as usize].bounds = bounds;
