@@ -232,10 +232,12 @@ pub fn read_document(path: &Path) -> Result<Document> {
     Ok(Document::Plan(Box::new(PlanDoc::parse(&text).with_context(name)?)))
 }
 
-/// Whether a text says of itself that it is a program. One that cannot be read says what it can: its first field is the schema.
+/// Whether a text says of itself that it is a program. One that was cut short may still say so.
 pub fn is_program(text: &str) -> bool {
-    let head: String = text.chars().take(200).filter(|c| !c.is_whitespace()).collect();
-    head.starts_with("{\"schema\":\"crossmesh.program/")
+    text.split("\"schema\"").skip(1).any(|rest| {
+        let value = rest.trim_start().strip_prefix(':').map(str::trim_start);
+        value.is_some_and(|value| value.starts_with("\"crossmesh.program/"))
+    })
 }
 
 /// Reads a plan document; the error names the file.

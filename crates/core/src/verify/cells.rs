@@ -284,7 +284,7 @@ impl<'a> RankMemory<'a> {
     }
 
     fn name(&self, op: u32) -> OpName {
-        OpName::of(self.rank, op, &self.ranked.ops[op as usize])
+        OpName::of(self.rank, op, self.ranked)
     }
 
     /// The cells of a space that a box meets.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::id::{Rank, TransferId};
 use crate::program::messages::MatchError;
-use crate::program::{Op, OpKind};
+use crate::program::{Dep, OpKind, RankProgram};
 use crate::region::Region;
 
 /// What every plan and every program obeys.
@@ -64,22 +64,31 @@ pub enum Does {
     Send(TransferId, Rank),
     Receive(TransferId, Rank),
     Copy,
+    /// Copies, or adds, what the message of this tag brought.
+    CopyOf(TransferId),
     Compute(u32),
 }
 
 impl OpName {
-    pub fn of(rank: Rank, op: u32, what: &Op) -> Self {
+    pub fn of(rank: Rank, op: u32, ranked: &RankProgram) -> Self {
+        let what = &ranked.ops[op as usize];
         let does = match what.kind {
             OpKind::Send { to, tag, .. } => Does::Send(TransferId(tag), to),
             OpKind::Recv { from, tag, .. } => Does::Receive(TransferId(tag), from),
-            OpKind::Copy { .. } => Does::Copy,
+            OpKind::Copy { from, .. } => {
+                let brings = |dep: &Dep| match ranked.ops.get(dep.op as usize)?.kind {
+                    OpKind::Recv { tag, into, .. } if into == from => Some(Does::CopyOf(TransferId(tag))),
+                    _ => None,
+                };
+                ranked.deps(what).iter().find_map(brings).unwrap_or(Does::Copy)
+            }
             OpKind::Compute { pass, .. } => Does::Compute(pass),
         };
         Self { rank, op, does }
     }
 
     fn renumbered(&mut self, id: &impl Fn(TransferId) -> TransferId) {
-        if let Does::Send(tag, _) | Does::Receive(tag, _) = &mut self.does {
+        if let Does::Send(tag, _) | Does::Receive(tag, _) | Does::CopyOf(tag) = &mut self.does {
             *tag = id(*tag);
         }
     }
@@ -91,6 +100,7 @@ impl fmt::Display for OpName {
         match does {
             Does::Send(tag, to) => write!(f, "the send of {tag} from {rank} to {to}"),
             Does::Receive(tag, from) => write!(f, "the receive of {tag} on {rank} from {from}"),
+            Does::CopyOf(tag) => write!(f, "the copy of {tag}, op {op} of {rank},"),
             Does::Copy => write!(f, "the copy that is op {op} of {rank}"),
             Does::Compute(pass) => write!(f, "pass {pass}, op {op} of {rank},"),
         }

@@ -82,7 +82,7 @@ impl OfRank<'_> {
             return self.check_lists(index, op, needs, makes);
         }
         self.there_is("tensor", op.tensor, self.wholes.len())?;
-        let name = || OpName::of(self.rank, index, op);
+        let name = || OpName::of(self.rank, index, self.ranked);
         let (from, into) = op.ends();
         let copies = matches!(op.kind, OpKind::Copy { .. });
         let places = usize::from(from.is_some()) + usize::from(into.is_some());
@@ -102,7 +102,7 @@ impl OfRank<'_> {
     }
 
     fn check_place(&self, index: u32, op: &Op, id: TileId) -> Result<(), VerifyError> {
-        let name = || OpName::of(self.rank, index, op);
+        let name = || OpName::of(self.rank, index, self.ranked);
         self.there_is("tile", id.0, self.ranked.tiles.len())?;
         self.there_is("box", op.region.0, self.program.boxes.len())?;
         let tile = self.ranked.tile(id);
@@ -158,7 +158,7 @@ impl OfRank<'_> {
         }
         for tile in self.ranked.touched(makes) {
             if !matches!(self.ranked.tile(*tile).holds, Holds::Made(_)) {
-                let op = OpName::of(self.rank, index, op);
+                let op = OpName::of(self.rank, index, self.ranked);
                 return Err(VerifyError::NoPlace { op, bytes: 0 });
             }
         }

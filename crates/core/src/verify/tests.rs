@@ -248,7 +248,7 @@ fn a_sum_is_sent_whole_and_left_alone_meanwhile() {
     let race = verify(&sum_plan(&[(0, 1, &[]), (1, 3, &[0]), (2, 1, &[])])).unwrap_err();
     assert_eq!(
         race.to_string().lines().next().unwrap(),
-        "the copy that is op 4 of r1 writes [0:4] while the send of t1 from r1 to r3 may still read it"
+        "the copy of t2, op 4 of r1, writes [0:4] while the send of t1 from r1 to r3 may still read it"
     );
     assert_eq!(race.law(), Law::Race);
 }
