@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
@@ -13,7 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{Engine, EngineOptions, JobSpec};
 use crate::buffer::{RankBuffers, Sharing};
-use crate::clock::{Clock as _, Monotonic};
+use crate::clock::{Clock, Monotonic};
 use crate::device::Worker;
 use crate::memory::place::Lent;
 use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
@@ -26,6 +26,8 @@ struct Recorder {
     taken: Taken,
     full: Arc<AtomicBool>,
     sent: Vec<Event>,
+    /// How often the engine turned to it.
+    asked: Arc<AtomicUsize>,
 }
 
 impl Link for Recorder {
@@ -33,9 +35,11 @@ impl Link for Recorder {
         Some(self.fd.as_fd())
     }
     fn wants_write(&self) -> bool {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         false
     }
     fn has_work(&self) -> bool {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         !self.sent.is_empty()
     }
     fn expect(&mut self, _: Message, _: Expected) {}
@@ -56,6 +60,7 @@ impl Link for Recorder {
         self.flush(events)
     }
     fn flush(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         events.append(&mut self.sent);
         Ok(())
     }
@@ -89,10 +94,27 @@ fn engine(taken: &Taken) -> Engine {
 }
 
 fn engine_with_room(taken: &Taken, full: &Arc<AtomicBool>) -> Engine {
+    engine_among(&[Rank(1), Rank(2)], taken, full, &Arc::default())
+}
+
+fn engine_among(ranks: &[Rank], taken: &Taken, full: &Arc<AtomicBool>, asked: &Arc<AtomicUsize>) -> Engine {
     let fd = || eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-    let link = || Recorder { fd: fd(), taken: taken.clone(), full: full.clone(), sent: vec![] };
-    let links = [1, 2].map(|r| (Rank(r), Box::new(link()) as Box<dyn Link>)).into();
-    Engine::new(Rank(0), links, Box::new(Monotonic), EngineOptions::default()).unwrap()
+    let link = || {
+        let (taken, full, asked) = (taken.clone(), full.clone(), asked.clone());
+        Recorder { fd: fd(), taken, full, sent: vec![], asked }
+    };
+    let links = ranks.iter().map(|r| (*r, Box::new(link()) as Box<dyn Link>)).collect();
+    Engine::new(Rank(0), links, Box::new(Standing), EngineOptions::default()).unwrap()
+}
+
+/// No heartbeat is due while time stands still.
+#[derive(Debug)]
+struct Standing;
+
+impl Clock for Standing {
+    fn now_ns(&self) -> u64 {
+        1
+    }
 }
 
 /// The receivers of these sends have a place for them: r1 for tag 0, r2 for tag 1.
@@ -217,4 +239,25 @@ fn one_pass(plan: &Plan) -> JobSpec {
     spec.program.ops[0].kind = OpKind::Compute { pass: 0, nanos: 0 };
     spec.places.truncate(1);
     spec
+}
+
+/// What a step costs depends on what happened, not on how many peers there are.
+#[test]
+fn peers_that_have_nothing_to_say_are_left_alone() {
+    let (plan, taken, asked) = (fan_out(), Taken::default(), Arc::new(AtomicUsize::new(0)));
+    let ranks: Vec<Rank> = (1..200).map(Rank).collect();
+    let mut engine = engine_among(&ranks, &taken, &Arc::default(), &asked);
+    let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
+    engine.test(handle).unwrap();
+    asked.store(0, Ordering::Relaxed);
+    for _ in 0..100 {
+        engine.waker().wake();
+        engine.turn().unwrap();
+        assert!(!engine.test(handle).unwrap());
+    }
+    assert_eq!(asked.swap(0, Ordering::Relaxed), 0, "nothing has happened");
+    ready(&mut engine, 0, &[0, 1]);
+    engine.wait(handle).unwrap();
+    // Two links took 120 parts each.
+    assert!(asked.load(Ordering::Relaxed) < 240 * 8, "{asked:?}");
 }

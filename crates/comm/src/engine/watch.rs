@@ -186,7 +186,7 @@ impl Engine {
             return Some((silent.rank, silent.rank));
         }
         let peer = job.peer_of(job.oldest_wait(None)?)?;
-        let known = self.peers.iter().find(|p| p.rank == peer)?;
+        let known = &self.peers[*self.index_of.get(&peer)?];
         let further = known.waits_for.filter(|r| *r != self.me);
         match further {
             None if still(job) <= BUSY_PATIENCE * patience_ns => None,
