@@ -12,6 +12,7 @@
 
 pub mod auth;
 pub mod buffer;
+mod checksum;
 pub mod clock;
 pub mod collectives;
 pub mod combine;

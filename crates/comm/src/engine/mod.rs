@@ -115,6 +115,12 @@ struct Peer {
     works: bool,
     heard_ns: u64,
     waits_for: Option<Rank>,
+    /// When we last gave a sign of life, how much had gone to it by then, and whom we said we wait for.
+    told_ns: u64,
+    told_bytes: Option<u64>,
+    told_wait: Option<Rank>,
+    /// How many messages it has announced for jobs that have not started here.
+    early: usize,
     said_bye: bool,
     /// We said that nothing more comes.
     shut: bool,
@@ -197,6 +203,10 @@ impl Engine {
                 works: false,
                 heard_ns: now,
                 waits_for: None,
+                told_ns: now,
+                told_bytes: None,
+                told_wait: None,
+                early: 0,
                 said_bye: false,
                 shut: false,
                 lost: false,
@@ -261,14 +271,16 @@ impl Engine {
             return Err(error.clone());
         }
         let (id, now) = (spec.id, self.clock.now_ns());
-        if self.jobs.is_empty() {
-            self.peers.iter_mut().for_each(|p| p.heard_ns = now);
-        }
         let link_of = |rank: Rank| self.index_of.get(&rank).copied().filter(|i| !self.peers[*i].lost);
         let mut job = Job::new(spec, now, link_of, self.me, self.borrower)?;
+        // Nobody who had nothing to do with us was silent.
+        for peer in job.peers().filter(|peer| !self.jobs.values().any(|other| other.goes_on_with(*peer))) {
+            self.peers[self.index_of[&peer]].heard_ns = now;
+        }
         let early = self.early.remove(&id).unwrap_or_default();
         self.early_tags -= early.len();
         for (peer, tag) in early {
+            self.peers[self.index_of[&peer]].early -= 1;
             if let Err(why) = job.note_ready(peer, tag) {
                 let cause = WireError::Unexpected { kind: Kind::Ready, job: id, tag, why };
                 let error = self.nonsense(peer, cause);
@@ -488,6 +500,7 @@ impl Engine {
                 return Err(CommError::System { me: self.me, what: "keep announcements", cause });
             }
             self.early.entry(id).or_default().extend(tags.iter().map(|tag| (peer, *tag)));
+            self.peers[self.index_of[&peer]].early += tags.len();
             return Ok(());
         };
         let mut ops = Vec::with_capacity(tags.len());
@@ -532,7 +545,7 @@ impl Engine {
     /// An op has ended: whoever waited for the last of its dependencies becomes ready.
     fn end(&mut self, id: u32, op: u32, now: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        job.left -= 1;
+        job.count_down(op);
         if job.left == 0 {
             self.sleeper.note();
         }

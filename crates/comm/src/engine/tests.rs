@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
@@ -26,9 +26,14 @@ struct Recorder {
     taken: Taken,
     full: Arc<AtomicBool>,
     sent: Vec<Event>,
-    /// How often the engine turned to it.
+    /// How often the engine turned to it, and told it that we live.
     asked: Arc<AtomicUsize>,
+    beats: Beats,
+    rank: Rank,
 }
+
+/// Whom we told that we live, and for whom we wait.
+type Beats = Arc<Mutex<Vec<(Rank, Option<Rank>)>>>;
 
 impl Link for Recorder {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
@@ -54,7 +59,11 @@ impl Link for Recorder {
         self.sent.push(Event::Sent { message, upto: part.end });
         self.taken.lock().unwrap().push((message, part));
     }
-    fn control(&mut self, _: Control) {}
+    fn control(&mut self, control: Control) {
+        if let Control::Beat { waits_for } = control {
+            self.beats.lock().unwrap().push((self.rank, waits_for));
+        }
+    }
     fn drop_data(&mut self) {}
     fn progress(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
         self.flush(events)
@@ -94,26 +103,33 @@ fn engine(taken: &Taken) -> Engine {
 }
 
 fn engine_with_room(taken: &Taken, full: &Arc<AtomicBool>) -> Engine {
-    engine_among(&[Rank(1), Rank(2)], taken, full, &Arc::default())
+    engine_among(3, taken, full, &Arc::default(), &Beats::default(), &Standing::default())
 }
 
-fn engine_among(ranks: &[Rank], taken: &Taken, full: &Arc<AtomicBool>, asked: &Arc<AtomicUsize>) -> Engine {
-    let fd = || eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-    let link = || {
-        let (taken, full, asked) = (taken.clone(), full.clone(), asked.clone());
-        Recorder { fd: fd(), taken, full, sent: vec![], asked }
+fn engine_among(
+    ranks: u32,
+    taken: &Taken,
+    full: &Arc<AtomicBool>,
+    asked: &Arc<AtomicUsize>,
+    beats: &Beats,
+    clock: &Standing,
+) -> Engine {
+    let link = |rank| {
+        let fd = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        let (taken, full, asked, beats) = (taken.clone(), full.clone(), asked.clone(), beats.clone());
+        Recorder { fd, taken, full, sent: vec![], asked, beats, rank }
     };
-    let links = ranks.iter().map(|r| (*r, Box::new(link()) as Box<dyn Link>)).collect();
-    Engine::new(Rank(0), links, Box::new(Standing), EngineOptions::default()).unwrap()
+    let links = (1..ranks).map(Rank).map(|r| (r, Box::new(link(r)) as Box<dyn Link>)).collect();
+    Engine::new(Rank(0), links, Box::new(clock.clone()), EngineOptions::default()).unwrap()
 }
 
-/// No heartbeat is due while time stands still.
-#[derive(Debug)]
-struct Standing;
+/// Time stands still until it is put forward.
+#[derive(Debug, Clone, Default)]
+struct Standing(Arc<AtomicU64>);
 
 impl Clock for Standing {
     fn now_ns(&self) -> u64 {
-        1
+        1 + self.0.load(Ordering::Relaxed)
     }
 }
 
@@ -245,8 +261,8 @@ fn one_pass(plan: &Plan) -> JobSpec {
 #[test]
 fn peers_that_have_nothing_to_say_are_left_alone() {
     let (plan, taken, asked) = (fan_out(), Taken::default(), Arc::new(AtomicUsize::new(0)));
-    let ranks: Vec<Rank> = (1..200).map(Rank).collect();
-    let mut engine = engine_among(&ranks, &taken, &Arc::default(), &asked);
+    let mut engine =
+        engine_among(200, &taken, &Arc::default(), &asked, &Beats::default(), &Standing::default());
     let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
     engine.test(handle).unwrap();
     asked.store(0, Ordering::Relaxed);
@@ -260,4 +276,49 @@ fn peers_that_have_nothing_to_say_are_left_alone() {
     engine.wait(handle).unwrap();
     // Two links took 120 parts each.
     assert!(asked.load(Ordering::Relaxed) < 240 * 8, "{asked:?}");
+}
+
+/// Two peers have something to do with us, eight do not.
+#[test]
+fn beats_are_few_where_nothing_is_waited_for() {
+    let (plan, taken, beats, clock) = (fan_out(), Taken::default(), Beats::default(), Standing::default());
+    let mut engine = engine_among(11, &taken, &Arc::default(), &Arc::default(), &beats, &clock);
+    let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
+    let second = |engine: &mut Engine| {
+        beats.lock().unwrap().clear();
+        for _ in 0..10 {
+            clock.0.fetch_add(100_000_000, Ordering::Relaxed);
+            engine.test(handle).unwrap();
+        }
+        let told = std::mem::take(&mut *beats.lock().unwrap());
+        let to = |few: fn(u32) -> bool| told.iter().filter(|(rank, _)| few(rank.0)).count();
+        (to(|rank| rank <= 2), to(|rank| rank > 2))
+    };
+    // Nobody waits yet: but for two beats of us, nothing was late.
+    let (busy, idle) = second(&mut engine);
+    assert!(busy >= 8, "{busy} beats to those that we have something to do with");
+    // A job that stands still for two beats waits, and then everybody is told.
+    let (busy_later, idle_later) = second(&mut engine);
+    assert!(busy_later >= 8 && idle_later > idle, "{idle} and then {idle_later} beats to the others");
+}
+
+#[test]
+fn an_idle_rank_hardly_says_anything() {
+    let (taken, beats, clock) = (Taken::default(), Beats::default(), Standing::default());
+    let mut engine = engine_among(101, &taken, &Arc::default(), &Arc::default(), &beats, &clock);
+    for _ in 0..100 {
+        clock.0.fetch_add(100_000_000, Ordering::Relaxed);
+        engine.step(super::Until::Now).unwrap();
+    }
+    let told = beats.lock().unwrap().len();
+    assert!((400..=600).contains(&told), "{told} beats to 100 peers in ten seconds");
+    // One of them waits, for somebody: it hears of us five times a second.
+    beats.lock().unwrap().clear();
+    engine.peers[0].waits_for = Some(Rank(7));
+    for _ in 0..10 {
+        clock.0.fetch_add(100_000_000, Ordering::Relaxed);
+        engine.step(super::Until::Now).unwrap();
+    }
+    let told = beats.lock().unwrap().iter().filter(|(rank, _)| *rank == Rank(1)).count();
+    assert!(told >= 4, "{told}");
 }

@@ -125,6 +125,10 @@ impl Link for StreamLink {
         Some(self.inbox.bytes)
     }
 
+    fn said(&self) -> Option<u64> {
+        Some(self.outbox.bytes)
+    }
+
     fn has_work(&self) -> bool {
         self.shm.as_ref().is_some_and(Shm::has_work)
     }
