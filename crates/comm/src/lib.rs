@@ -18,6 +18,7 @@ pub mod collectives;
 pub mod combine;
 pub mod deadline;
 pub mod device;
+pub mod driver;
 pub mod emulate;
 pub mod engine;
 pub mod environment;

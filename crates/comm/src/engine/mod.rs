@@ -260,6 +260,10 @@ impl Engine {
         Ok(())
     }
 
+    pub fn rank(&self) -> Rank {
+        self.me
+    }
+
     /// Wakes the engine from other threads: its device's, and those that have calls for whoever drives it.
     pub fn waker(&self) -> Waker {
         self.sleeper.waker()
