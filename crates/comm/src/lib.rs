@@ -12,11 +12,13 @@
 
 pub mod auth;
 pub mod buffer;
+mod checksum;
 pub mod clock;
 pub mod collectives;
 pub mod combine;
 pub mod deadline;
 pub mod device;
+pub mod driver;
 pub mod emulate;
 pub mod engine;
 pub mod environment;

@@ -9,6 +9,8 @@
 //! The header has a checksum of its own, so that nothing of it is believed before it is known to be whole. A payload
 //! is bounded by [`MAX_PAYLOAD`]; decoding never allocates.
 
+use crate::checksum;
+
 /// `XMSH`, little-endian.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"XMSH");
 pub const VERSION: u8 = 1;
@@ -102,7 +104,7 @@ impl Header {
     /// A frame with this payload.
     pub fn of(kind: Kind, job: u32, tag: u32, offset: u64, payload: &[u8]) -> Self {
         let len = u32::try_from(payload.len()).expect("payloads are bounded");
-        Self { kind, job, tag, offset, len, payload_crc: crc32c::crc32c(payload) }
+        Self { kind, job, tag, offset, len, payload_crc: checksum::crc32c(payload) }
     }
 
     /// That the frame has no place here, and why.
@@ -120,7 +122,7 @@ impl Header {
         bytes[16..24].copy_from_slice(&self.offset.to_le_bytes());
         bytes[24..28].copy_from_slice(&self.len.to_le_bytes());
         bytes[28..32].copy_from_slice(&self.payload_crc.to_le_bytes());
-        let crc = crc32c::crc32c(&bytes[..32]);
+        let crc = checksum::crc32c(&bytes[..32]);
         bytes[32..36].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
@@ -133,7 +135,7 @@ impl Header {
         if bytes[4] != VERSION {
             return Err(WireError::Version(bytes[4]));
         }
-        let found = crc32c::crc32c(&bytes[..32]);
+        let found = checksum::crc32c(&bytes[..32]);
         if found != word(32) {
             return Err(WireError::Checksum { part: "header", found, sent: word(32) });
         }

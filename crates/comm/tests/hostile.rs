@@ -124,7 +124,7 @@ fn what_was_not_offered_cannot_be_taken() {
     let taken = |tag, offset| Header { offset, ..Header::bare(Kind::Taken, 0, tag) };
     let session = Session::greeted();
     let tag = session.sends;
-    session.refuses(&taken(tag, BYTES), &[], "nothing was offered");
+    session.refuses(&taken(tag, BYTES), &[], "was not offered");
     // Offered, but not so much, not so little, not of this message, not of this job.
     let lies = [
         taken(tag, BYTES + 1),
@@ -138,12 +138,12 @@ fn what_was_not_offered_cannot_be_taken() {
         let mut session = Session::greeted();
         let said = session.announce();
         assert!(said.iter().any(|h| h.kind == Kind::Offer && h.tag == tag), "{said:?}");
-        session.refuses(&lie, &[], "not what was offered next");
+        session.refuses(&lie, &[], "was not offered");
     }
     let mut honest = Session::greeted();
     honest.announce();
     assert!(!honest.send(&taken(tag, BYTES), &[]).unwrap(), "it waits for ours");
-    honest.refuses(&taken(tag, BYTES), &[], "nothing was offered");
+    honest.refuses(&taken(tag, BYTES), &[], "taken before");
 }
 
 #[test]

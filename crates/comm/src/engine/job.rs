@@ -138,6 +138,8 @@ pub(crate) struct Job {
     pub send_by_tag: ByTag,
     pub recv_by_tag: ByTag,
     pub left: usize,
+    /// By peer: ops with it that have not ended.
+    left_with: FxHashMap<Rank, u32>,
     pub started_ns: u64,
     pub moved_ns: u64,
     pub bytes_sent: u64,
@@ -166,6 +168,7 @@ impl Job {
             send_by_tag: ByTag::new(&[]),
             recv_by_tag: ByTag::new(&[]),
             left: len,
+            left_with: FxHashMap::default(),
             started_ns: now_ns,
             moved_ns: now_ns,
             bytes_sent: 0,
@@ -260,6 +263,11 @@ impl Job {
                 OpKind::Copy { .. } | OpKind::Compute { .. } => {}
             }
         }
+        for op in 0..self.ops.len() as u32 {
+            if let Some(peer) = self.peer_of(op) {
+                *self.left_with.entry(peer).or_default() += 1;
+            }
+        }
         (self.send_by_tag, self.recv_by_tag) = (ByTag::new(&sends), ByTag::new(&recvs));
         Ok(())
     }
@@ -324,6 +332,24 @@ impl Job {
         let recvs = self.recv_by_tag.ops().into_iter();
         let sent = (0..self.ops.len() as u32).filter(|op| self.ops[*op as usize].issued_all);
         recvs.chain(heads).chain(sent).filter(waiting).min_by_key(|op| (self.ops[*op as usize].ready_ns, *op))
+    }
+
+    /// Takes note that an op has ended.
+    pub fn count_down(&mut self, op: u32) {
+        self.left -= 1;
+        if let Some(left) = self.peer_of(op).and_then(|peer| self.left_with.get_mut(&peer)) {
+            *left -= 1;
+        }
+    }
+
+    /// Whoever it has something to do with.
+    pub fn peers(&self) -> impl Iterator<Item = Rank> {
+        self.left_with.keys().copied()
+    }
+
+    /// Whether there is anything left to do with a peer.
+    pub fn goes_on_with(&self, peer: Rank) -> bool {
+        self.left_with.get(&peer).is_some_and(|left| *left > 0)
     }
 
     /// The first op with a peer that has not ended, whatever it waits for.

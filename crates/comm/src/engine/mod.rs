@@ -110,8 +110,17 @@ struct Peer {
     parked: Vec<(u32, u32)>,
     /// Receives to be announced, by job.
     announce: Vec<(u32, u32)>,
+    /// Whether it stands in the list of those that have something to be flushed, and of those that have work.
+    touched: bool,
+    works: bool,
     heard_ns: u64,
     waits_for: Option<Rank>,
+    /// When we last gave a sign of life, how much had gone to it by then, and whom we said we wait for.
+    told_ns: u64,
+    told_bytes: Option<u64>,
+    told_wait: Option<Rank>,
+    /// How many messages it has announced for jobs that have not started here.
+    early: usize,
     said_bye: bool,
     /// We said that nothing more comes.
     shut: bool,
@@ -123,6 +132,14 @@ pub struct Engine {
     /// How many ranks there are, as far as is known.
     world: u32,
     peers: Vec<Peer>,
+    index_of: FxHashMap<Rank, usize>,
+    /// Peers with something to say that was not flushed, with work that needs no waiting, and those that nothing wakes: a
+    /// step looks at these, and at whoever woke it, however many peers there are.
+    touched: Vec<usize>,
+    working: Vec<usize>,
+    asked: Vec<usize>,
+    /// Peers whose links wait for room to write.
+    unwritten: usize,
     poller: OwnedFd,
     clock: Box<dyn Clock>,
     options: EngineOptions,
@@ -181,8 +198,15 @@ impl Engine {
                 watches_write: false,
                 parked: vec![],
                 announce: vec![],
+                // A new link has a greeting to send.
+                touched: true,
+                works: false,
                 heard_ns: now,
                 waits_for: None,
+                told_ns: now,
+                told_bytes: None,
+                told_wait: None,
+                early: 0,
                 said_bye: false,
                 shut: false,
                 lost: false,
@@ -192,6 +216,11 @@ impl Engine {
         Ok(Self {
             me,
             world: ranks.max().unwrap_or(0),
+            index_of: peers.iter().enumerate().map(|(i, p)| (p.rank, i)).collect(),
+            touched: (0..peers.len()).collect(),
+            working: vec![],
+            asked: (0..peers.len()).filter(|i| peers[*i].link.fd().is_none()).collect(),
+            unwritten: 0,
             peers,
             poller,
             clock,
@@ -231,6 +260,10 @@ impl Engine {
         Ok(())
     }
 
+    pub fn rank(&self) -> Rank {
+        self.me
+    }
+
     /// Wakes the engine from other threads: its device's, and those that have calls for whoever drives it.
     pub fn waker(&self) -> Waker {
         self.sleeper.waker()
@@ -242,14 +275,16 @@ impl Engine {
             return Err(error.clone());
         }
         let (id, now) = (spec.id, self.clock.now_ns());
-        if self.jobs.is_empty() {
-            self.peers.iter_mut().for_each(|p| p.heard_ns = now);
-        }
-        let link_of = |rank: Rank| self.peers.iter().position(|p| p.rank == rank && !p.lost);
+        let link_of = |rank: Rank| self.index_of.get(&rank).copied().filter(|i| !self.peers[*i].lost);
         let mut job = Job::new(spec, now, link_of, self.me, self.borrower)?;
+        // Nobody who had nothing to do with us was silent.
+        for peer in job.peers().filter(|peer| !self.jobs.values().any(|other| other.goes_on_with(*peer))) {
+            self.peers[self.index_of[&peer]].heard_ns = now;
+        }
         let early = self.early.remove(&id).unwrap_or_default();
         self.early_tags -= early.len();
         for (peer, tag) in early {
+            self.peers[self.index_of[&peer]].early -= 1;
             if let Err(why) = job.note_ready(peer, tag) {
                 let cause = WireError::Unexpected { kind: Kind::Ready, job: id, tag, why };
                 let error = self.nonsense(peer, cause);
@@ -304,8 +339,28 @@ impl Engine {
     }
 
     fn is_over(&self, handle: Handle) -> bool {
-        // Peers may still wait for words of ours.
-        self.has_ended(handle) && !self.peers.iter().any(|p| !p.lost && p.link.wants_write())
+        self.has_ended(handle) && !self.has_unsaid()
+    }
+
+    /// Whether peers may still wait for words of ours.
+    fn has_unsaid(&self) -> bool {
+        let wants = |peer: &usize| !self.peers[*peer].lost && self.peers[*peer].link.wants_write();
+        self.unwritten > 0 || self.touched.iter().chain(&self.asked).any(wants)
+    }
+
+    /// The peer's link has something to be flushed.
+    fn touch(&mut self, peer: usize) {
+        if !std::mem::replace(&mut self.peers[peer].touched, true) {
+            self.touched.push(peer);
+        }
+    }
+
+    /// After anything was done with a link: whether it goes on without waiting.
+    fn note_work(&mut self, peer: usize) {
+        let p = &mut self.peers[peer];
+        if !p.lost && p.link.has_work() && !std::mem::replace(&mut p.works, true) {
+            self.working.push(peer);
+        }
     }
 
     fn remove(&mut self, handle: Handle) -> JobReport {
@@ -336,10 +391,9 @@ impl Engine {
     fn try_step(&mut self, until: Until) -> Result<(), CommError> {
         self.compute()?;
         self.copy_some();
-        self.announce();
         self.pump_sends()?;
         let can_compute = !self.computing && !self.passes.is_empty();
-        let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty() || can_compute;
+        let busy = !self.working.is_empty() || !self.copies.is_empty() || can_compute;
         let may_wait = match until {
             Until::Now => false,
             Until::News => self.sleeper.may_sleep(),
@@ -368,9 +422,9 @@ impl Engine {
         }
         // The device's descriptor says what the next step looks at anyway.
         let links = woken.into_iter().filter(|who| *who < WAKER).map(|peer| peer as usize);
-        let asks = |p: &Peer| p.link.has_work() || (p.link.fd().is_none() && !p.lost);
-        let mut turn: Vec<usize> =
-            links.chain((0..self.peers.len()).filter(|&i| asks(&self.peers[i]))).collect();
+        let working = std::mem::take(&mut self.working);
+        working.iter().for_each(|peer| self.peers[*peer].works = false);
+        let mut turn: Vec<usize> = links.chain(working).chain(self.asked.iter().copied()).collect();
         turn.sort_unstable();
         turn.dedup();
         for peer in turn {
@@ -403,6 +457,7 @@ impl Engine {
         self.events = events;
         taken?;
         self.wake_parked(peer);
+        self.note_work(peer);
         match result {
             Ok(()) => self.watch_write(peer),
             Err(error) => self.on_lost(peer, error),
@@ -449,6 +504,7 @@ impl Engine {
                 return Err(CommError::System { me: self.me, what: "keep announcements", cause });
             }
             self.early.entry(id).or_default().extend(tags.iter().map(|tag| (peer, *tag)));
+            self.peers[self.index_of[&peer]].early += tags.len();
             return Ok(());
         };
         let mut ops = Vec::with_capacity(tags.len());
@@ -493,7 +549,7 @@ impl Engine {
     /// An op has ended: whoever waited for the last of its dependencies becomes ready.
     fn end(&mut self, id: u32, op: u32, now: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        job.left -= 1;
+        job.count_down(op);
         if job.left == 0 {
             self.sleeper.note();
         }
@@ -527,23 +583,22 @@ impl Engine {
                 let tensor = &job.spec.tensors[job.op(op).tensor as usize];
                 let combine = tensor.combine.filter(|_| reduce);
                 let expected = Expected { place, bytes: job.op(op).bytes, combine };
-                let peer = self.peers.iter_mut().find(|p| p.rank == from).expect("checked at the start");
-                peer.link.expect(Message { job: id, tag }, expected);
-                peer.announce.push((id, tag));
+                let peer = self.index_of[&from];
+                self.peers[peer].link.expect(Message { job: id, tag }, expected);
+                self.peers[peer].announce.push((id, tag));
+                self.touch(peer);
             }
         }
     }
 
-    fn announce(&mut self) {
-        for peer in self.peers.iter_mut().filter(|p| !p.announce.is_empty()) {
-            let mut announced = std::mem::take(&mut peer.announce);
-            for same_job in announced.chunk_by(|a, b| a.0 == b.0) {
-                let tags: Vec<u32> = same_job.iter().map(|(_, tag)| *tag).collect();
-                peer.link.announce(same_job[0].0, &tags);
-            }
-            announced.clear();
-            peer.announce = announced;
+    /// Tells a peer what there is a place for.
+    fn announce(&mut self, peer: usize) {
+        let peer = &mut self.peers[peer];
+        for same_job in peer.announce.chunk_by(|a, b| a.0 == b.0) {
+            let tags: Vec<u32> = same_job.iter().map(|(_, tag)| *tag).collect();
+            peer.link.announce(same_job[0].0, &tags);
         }
+        peer.announce.clear();
     }
 
     /// Takes note of a pass that has ended, and starts the next.
@@ -643,11 +698,16 @@ impl Engine {
     fn watch_write(&mut self, peer: usize) -> Result<(), CommError> {
         let p = &mut self.peers[peer];
         let wants = p.link.wants_write();
-        if wants == p.watches_write {
+        if wants == p.watches_write || p.lost {
             return Ok(());
         }
         let Some(fd) = p.link.fd() else { return Ok(()) };
         p.watches_write = wants;
+        if wants {
+            self.unwritten += 1
+        } else {
+            self.unwritten -= 1
+        }
         let flags =
             if wants { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
         let data = epoll::EventData::new_u64(peer as u64);
@@ -666,6 +726,7 @@ impl Engine {
         taken?;
         // Whoever waits for room has to hear of it here: if nothing is left to write, no event will tell.
         self.wake_parked(peer);
+        self.note_work(peer);
         match result {
             Ok(()) => self.watch_write(peer),
             Err(error) => self.on_lost(peer, error),
@@ -684,6 +745,9 @@ impl Engine {
     fn forget(&mut self, peer: usize) {
         let p = &mut self.peers[peer];
         p.lost = true;
+        if std::mem::replace(&mut p.watches_write, false) {
+            self.unwritten -= 1;
+        }
         if p.said_bye {
             p.link.control(Control::Bye);
             let _gone = p.link.flush(&mut vec![]);

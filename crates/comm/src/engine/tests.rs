@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{Engine, EngineOptions, JobSpec};
 use crate::buffer::{RankBuffers, Sharing};
-use crate::clock::{Clock as _, Monotonic};
+use crate::clock::{Clock, Monotonic};
 use crate::device::Worker;
 use crate::memory::place::Lent;
 use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
@@ -27,16 +27,25 @@ struct Recorder {
     taken: Taken,
     full: Arc<AtomicBool>,
     sent: Vec<Event>,
+    /// How often the engine turned to it, and told it that we live.
+    asked: Arc<AtomicUsize>,
+    beats: Beats,
+    rank: Rank,
 }
+
+/// Whom we told that we live, and for whom we wait.
+type Beats = Arc<Mutex<Vec<(Rank, Option<Rank>)>>>;
 
 impl Link for Recorder {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.fd.as_fd())
     }
     fn wants_write(&self) -> bool {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         false
     }
     fn has_work(&self) -> bool {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         !self.sent.is_empty()
     }
     fn expect(&mut self, _: Message, _: Expected) {}
@@ -51,12 +60,17 @@ impl Link for Recorder {
         self.sent.push(Event::Sent { message, upto: part.end });
         self.taken.lock().unwrap().push((message, part));
     }
-    fn control(&mut self, _: Control) {}
+    fn control(&mut self, control: Control) {
+        if let Control::Beat { waits_for } = control {
+            self.beats.lock().unwrap().push((self.rank, waits_for));
+        }
+    }
     fn drop_data(&mut self) {}
     fn progress(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
         self.flush(events)
     }
     fn flush(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         events.append(&mut self.sent);
         Ok(())
     }
@@ -93,10 +107,34 @@ fn engine(taken: &Taken) -> Engine {
 }
 
 fn engine_with_room(taken: &Taken, full: &Arc<AtomicBool>) -> Engine {
-    let fd = || eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-    let link = || Recorder { fd: fd(), taken: taken.clone(), full: full.clone(), sent: vec![] };
-    let links = [1, 2].map(|r| (Rank(r), Box::new(link()) as Box<dyn Link>)).into();
-    Engine::new(Rank(0), links, Box::new(Monotonic), EngineOptions::default()).unwrap()
+    engine_among(3, taken, full, &Arc::default(), &Beats::default(), &Standing::default())
+}
+
+fn engine_among(
+    ranks: u32,
+    taken: &Taken,
+    full: &Arc<AtomicBool>,
+    asked: &Arc<AtomicUsize>,
+    beats: &Beats,
+    clock: &Standing,
+) -> Engine {
+    let link = |rank| {
+        let fd = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        let (taken, full, asked, beats) = (taken.clone(), full.clone(), asked.clone(), beats.clone());
+        Recorder { fd, taken, full, sent: vec![], asked, beats, rank }
+    };
+    let links = (1..ranks).map(Rank).map(|r| (r, Box::new(link(r)) as Box<dyn Link>)).collect();
+    Engine::new(Rank(0), links, Box::new(clock.clone()), EngineOptions::default()).unwrap()
+}
+
+/// Time stands still until it is put forward.
+#[derive(Debug, Clone, Default)]
+struct Standing(Arc<AtomicU64>);
+
+impl Clock for Standing {
+    fn now_ns(&self) -> u64 {
+        1 + self.0.load(Ordering::Relaxed)
+    }
 }
 
 /// The receivers of these sends have a place for them: r1 for tag 0, r2 for tag 1.
@@ -220,4 +258,70 @@ fn one_pass() -> JobSpec {
     let nothing = Moved { tensor: 0, region: RegionId(0), bytes: 0 };
     program.ranks[0].push(OpKind::Compute { pass: 0, nanos: 0, needs, makes }, nothing, &[]);
     job_of(0, program)
+}
+
+/// What a step costs depends on what happened, not on how many peers there are.
+#[test]
+fn peers_that_have_nothing_to_say_are_left_alone() {
+    let (plan, taken, asked) = (fan_out(), Taken::default(), Arc::new(AtomicUsize::new(0)));
+    let mut engine =
+        engine_among(200, &taken, &Arc::default(), &asked, &Beats::default(), &Standing::default());
+    let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
+    engine.test(handle).unwrap();
+    asked.store(0, Ordering::Relaxed);
+    for _ in 0..100 {
+        engine.waker().wake();
+        engine.turn().unwrap();
+        assert!(!engine.test(handle).unwrap());
+    }
+    assert_eq!(asked.swap(0, Ordering::Relaxed), 0, "nothing has happened");
+    ready(&mut engine, 0, &[0, 1]);
+    engine.wait(handle).unwrap();
+    // Two links took 120 parts each.
+    assert!(asked.load(Ordering::Relaxed) < 240 * 8, "{asked:?}");
+}
+
+/// Two peers have something to do with us, eight do not.
+#[test]
+fn beats_are_few_where_nothing_is_waited_for() {
+    let (plan, taken, beats, clock) = (fan_out(), Taken::default(), Beats::default(), Standing::default());
+    let mut engine = engine_among(11, &taken, &Arc::default(), &Arc::default(), &beats, &clock);
+    let handle = engine.start(spec(&plan, 0, [1, 1])).unwrap();
+    let second = |engine: &mut Engine| {
+        beats.lock().unwrap().clear();
+        for _ in 0..10 {
+            clock.0.fetch_add(100_000_000, Ordering::Relaxed);
+            engine.test(handle).unwrap();
+        }
+        let told = std::mem::take(&mut *beats.lock().unwrap());
+        let to = |few: fn(u32) -> bool| told.iter().filter(|(rank, _)| few(rank.0)).count();
+        (to(|rank| rank <= 2), to(|rank| rank > 2))
+    };
+    // Nobody waits yet: but for two beats of us, nothing was late.
+    let (busy, idle) = second(&mut engine);
+    assert!(busy >= 8, "{busy} beats to those that we have something to do with");
+    // A job that stands still for two beats waits, and then everybody is told.
+    let (busy_later, idle_later) = second(&mut engine);
+    assert!(busy_later >= 8 && idle_later > idle, "{idle} and then {idle_later} beats to the others");
+}
+
+#[test]
+fn an_idle_rank_hardly_says_anything() {
+    let (taken, beats, clock) = (Taken::default(), Beats::default(), Standing::default());
+    let mut engine = engine_among(101, &taken, &Arc::default(), &Arc::default(), &beats, &clock);
+    for _ in 0..100 {
+        clock.0.fetch_add(100_000_000, Ordering::Relaxed);
+        engine.step(super::Until::Now).unwrap();
+    }
+    let told = beats.lock().unwrap().len();
+    assert!((400..=600).contains(&told), "{told} beats to 100 peers in ten seconds");
+    // One of them waits, for somebody: it hears of us five times a second.
+    beats.lock().unwrap().clear();
+    engine.peers[0].waits_for = Some(Rank(7));
+    for _ in 0..10 {
+        clock.0.fetch_add(100_000_000, Ordering::Relaxed);
+        engine.step(super::Until::Now).unwrap();
+    }
+    let told = beats.lock().unwrap().iter().filter(|(rank, _)| *rank == Rank(1)).count();
+    assert!(told >= 4, "{told}");
 }

@@ -1,7 +1,8 @@
 //! Who is alive, who is to blame.
 //!
 //! Every rank tells its peers a few times a second that it lives, and for whom it waits; following those words leads to
-//! the rank that keeps everybody waiting:
+//! the rank that keeps everybody waiting. Bytes that flow say as much as such a beat, and peers that have nothing to do with
+//! each other, while nobody waits, hear of each other every two seconds only:
 //!
 //! ```text
 //! r3 waits for r2, r2 waits for r1, r1 is silent          all of them name r1
@@ -26,6 +27,8 @@ use crate::wire::WireError;
 
 /// Between two signs of life.
 const BEAT_NS: u64 = 200_000_000;
+/// The same to a peer that neither of us waits for.
+const IDLE_BEAT_NS: u64 = 10 * BEAT_NS;
 /// A lost peer may have been the victim of another: news of that gets this long to come.
 const GRACE_NS: u64 = 250_000_000;
 /// How long a rank that gave up goes on telling the others; less where they have been told.
@@ -117,16 +120,33 @@ impl Engine {
             self.jobs.values_mut().for_each(|job| job.moved_ns = now);
         }
         let waits_for = self.blamed(now, 2 * BEAT_NS).map(|(_, culprit)| culprit);
-        for peer in self.peers.iter_mut().filter(|p| !p.lost) {
-            // Bytes on their way are a sign of life too.
-            if !peer.link.wants_write() {
-                peer.link.control(Control::Beat { waits_for });
+        for peer in 0..self.peers.len() {
+            if self.owes_beat(peer, waits_for, now) {
+                let p = &mut self.peers[peer];
+                p.link.control(Control::Beat { waits_for });
+                (p.told_ns, p.told_wait) = (now, waits_for);
+                self.flush(peer)?;
+                self.peers[peer].told_bytes = self.peers[peer].link.said();
             }
         }
-        for peer in 0..self.peers.len() {
-            self.flush(peer)?;
-        }
         self.check_deadlines(now)
+    }
+
+    /// Whether a peer has to be told that we live. Bytes that went to it tell it too, and those that are on their way will.
+    fn owes_beat(&mut self, peer: usize, waits_for: Option<Rank>, now: u64) -> bool {
+        let p = &mut self.peers[peer];
+        if p.lost || p.link.wants_write() {
+            return false;
+        }
+        let said = p.link.said();
+        if said.is_some() && said != p.told_bytes && waits_for == p.told_wait {
+            (p.told_ns, p.told_bytes) = (now, said);
+            return false;
+        }
+        // Who waits, for whomever, wants to know who lives.
+        let eager = waits_for.is_some() || waits_for != p.told_wait || p.waits_for.is_some() || p.early > 0;
+        let (rank, idle_ns) = (p.rank, now.saturating_sub(p.told_ns));
+        eager || idle_ns + BEAT_NS > IDLE_BEAT_NS || self.jobs.values().any(|job| job.goes_on_with(rank))
     }
 
     fn heed_interrupts(&self) -> Result<(), CommError> {
@@ -136,7 +156,7 @@ impl Engine {
             return Err(CommError::Interrupted { me, culprit: *culprit, host, reason });
         }
         let Some((suspect, why)) = words.suspect.get() else { return Ok(()) };
-        if !self.jobs.values().any(|job| job.next_with(*suspect).is_some()) {
+        if !self.jobs.values().any(|job| job.goes_on_with(*suspect)) {
             return Ok(());
         }
         let (op, tensor, bytes) = self.outstanding(*suspect);
@@ -186,7 +206,7 @@ impl Engine {
             return Some((silent.rank, silent.rank));
         }
         let peer = job.peer_of(job.oldest_wait(None)?)?;
-        let known = self.peers.iter().find(|p| p.rank == peer)?;
+        let known = &self.peers[*self.index_of.get(&peer)?];
         let further = known.waits_for.filter(|r| *r != self.me);
         match further {
             None if still(job) <= BUSY_PATIENCE * patience_ns => None,

@@ -7,6 +7,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::Memory;
+use crate::checksum;
 use crate::combine::Combine;
 use crate::view::View;
 
@@ -92,7 +93,7 @@ impl Lent {
     pub(crate) fn checksum(&self, part: Range<u64>, so_far: u32) -> u32 {
         // SAFETY: see `Lent::of`.
         let bytes = |run| unsafe { self.0.memory.slice(run) };
-        self.0.view.runs(part).fold(so_far, |crc, run| crc32c::crc32c_append(crc, bytes(run)))
+        self.0.view.runs(part).fold(so_far, |crc, run| checksum::append(crc, bytes(run)))
     }
 
     /// Appends a part of the stream.

@@ -16,6 +16,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 
 use super::outbox::MIN_DIRECT_RUN;
 use super::{Expected, LinkError, Message};
+use crate::checksum;
 use crate::wire::{HEADER_BYTES, Header, Kind, WireError};
 
 const AHEAD_BYTES: usize = 64 << 10;
@@ -197,7 +198,7 @@ impl Inbox {
         } else {
             incoming.control.extend_from_slice(&self.ahead[self.start..self.start + len]);
         }
-        incoming.crc = crc32c::crc32c_append(incoming.crc, &self.ahead[self.start..self.start + len]);
+        incoming.crc = checksum::append(incoming.crc, &self.ahead[self.start..self.start + len]);
         incoming.got += len as u32;
         self.start += len;
     }

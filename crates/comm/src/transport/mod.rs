@@ -104,6 +104,10 @@ pub trait Link: Send {
     fn heard(&self) -> Option<u64> {
         None
     }
+    /// How much has gone to the peer so far: while it grows, the peer knows that we live. None if the link cannot tell.
+    fn said(&self) -> Option<u64> {
+        None
+    }
     /// Whether `progress` has something to do without waiting for the descriptor.
     fn has_work(&self) -> bool;
 

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use super::{Event, LinkError, Message};
+use crate::checksum;
 use crate::memory::place::Lent;
 use crate::wire::{HEADER_BYTES, Header, Kind};
 
@@ -75,6 +76,8 @@ pub struct Outbox {
     /// How many frames at the front go before any data that is not yet under way.
     num_urgent: usize,
     data_bytes: u64,
+    /// Everything that was written.
+    pub bytes: u64,
 }
 
 impl Outbox {
@@ -129,7 +132,7 @@ impl Outbox {
         let (body, payload_crc) = if from.view().run_bytes() < MIN_DIRECT_RUN {
             let mut packed = Vec::with_capacity(len as usize);
             from.pack(part, &mut packed);
-            let crc = crc32c::crc32c(&packed);
+            let crc = checksum::crc32c(&packed);
             (Body::Bytes(packed), crc)
         } else {
             let crc = from.checksum(part.clone(), 0);
@@ -193,6 +196,7 @@ impl Outbox {
     }
 
     fn advance(&mut self, mut bytes: u64, events: &mut Vec<Event>) {
+        self.bytes += bytes;
         while bytes > 0 {
             let front = self.frames.front_mut().expect("bytes written belong to a frame");
             let step = bytes.min(front.len() - front.written);

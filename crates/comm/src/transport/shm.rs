@@ -4,8 +4,11 @@
 //! sender                                      receiver
 //! Segment 0, with its descriptor    -->       maps it, to read
 //! Offer: message, part, where       -->       copies the part
-//!                                   <--       Taken: the sender may reuse the memory
+//! Offer, Offer ...                  -->       copies those, in their order
+//!                                   <--       Taken: that part and all before it; the sender may reuse the memory
 //! ```
+//!
+//! Of many small messages only the last is acknowledged, so that they cost a frame each and not two.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -174,19 +177,20 @@ impl Shm {
         }
     }
 
-    pub fn on_taken(&mut self, header: &Header) -> Result<Event, LinkError> {
-        let Offered { message, part } =
-            self.offered.pop_front().ok_or_else(|| unexpected(header, "nothing was offered"))?;
-        if (header.job, header.tag, header.offset) != (message.job, message.tag, part.end) {
-            return Err(unexpected(header, "it is not what was offered next").into());
+    pub fn on_taken(&mut self, header: &Header, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        let said = (Message { job: header.job, tag: header.tag }, header.offset);
+        let last = self.offered.iter().position(|offered| (offered.message, offered.part.end) == said);
+        let last = last.ok_or_else(|| unexpected(header, "it was not offered, or taken before"))?;
+        for Offered { message, part } in self.offered.drain(..=last) {
+            self.offered_bytes -= part.end - part.start;
+            events.push(Event::Sent { message, upto: part.end });
         }
-        self.offered_bytes -= part.end - part.start;
-        Ok(Event::Sent { message, upto: part.end })
+        Ok(())
     }
 
     /// Copies a step's worth of what was offered.
     pub fn pull(&mut self, arrivals: &mut Arrivals, outbox: &mut Outbox, events: &mut Vec<Event>) {
-        let mut budget = STEP_BYTES;
+        let (mut budget, mut taken) = (STEP_BYTES, None);
         while budget > 0
             && let Some(pull) = self.pulls.front_mut()
         {
@@ -210,10 +214,12 @@ impl Shm {
             }
             events.push(Event::Arrived { message, upto });
             if done {
-                let header = Header { offset: upto, ..Header::bare(Kind::Taken, message.job, message.tag) };
-                outbox.push_control(header, vec![], None);
+                taken = Some(Header { offset: upto, ..Header::bare(Kind::Taken, message.job, message.tag) });
                 self.pulls.pop_front();
             }
+        }
+        if let Some(last) = taken {
+            outbox.push_control(last, vec![], None);
         }
     }
 }

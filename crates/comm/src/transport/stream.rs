@@ -104,7 +104,7 @@ impl StreamLink {
             }
             (Kind::Segment, Some(shm)) => shm.on_segment(header, self.inbox.descriptors.pop_front())?,
             (Kind::Offer, Some(shm)) => shm.on_offer(header, payload, &mut self.arrivals)?,
-            (Kind::Taken, Some(shm)) => events.push(shm.on_taken(header)?),
+            (Kind::Taken, Some(shm)) => shm.on_taken(header, events)?,
             (Kind::Data, _) => unreachable!("the inbox keeps data to itself"),
             (_, None) => return Err(unexpected("there is no shared memory on this connection").into()),
         }
@@ -123,6 +123,10 @@ impl Link for StreamLink {
 
     fn heard(&self) -> Option<u64> {
         Some(self.inbox.bytes)
+    }
+
+    fn said(&self) -> Option<u64> {
+        Some(self.outbox.bytes)
     }
 
     fn has_work(&self) -> bool {

@@ -25,6 +25,7 @@ use crossmesh_core::id::Rank;
 use super::inbox::{Arrivals, Arriving, check_extent};
 use super::words::{self, MAX_WORD_BYTES};
 use super::{Control, Event, Expected, Link, LinkError, Message};
+use crate::checksum;
 use crate::deadline::Deadline;
 use crate::memory::place::Lent;
 use crate::wire::{HEADER_BYTES, Header, Kind};
@@ -174,14 +175,14 @@ impl MpiLink {
         if len <= INLINE_BYTES as u64 {
             let mut payload = Vec::with_capacity(len as usize);
             from.pack(part.clone(), &mut payload);
-            return self.send_frame(header(crc32c::crc32c(&payload)), &payload, sent);
+            return self.send_frame(header(checksum::crc32c(&payload)), &payload, sent);
         }
         let (bytes, crc, packed) = match Bytes::in_place(from, part.clone()) {
             Some(bytes) => (bytes, from.checksum(part.clone(), 0), false),
             None => {
                 let mut buffer = self.pool.take(Way::Out, len);
                 from.pack(part.clone(), &mut buffer);
-                let crc = crc32c::crc32c(&buffer);
+                let crc = checksum::crc32c(&buffer);
                 (Bytes::Owned(buffer), crc, true)
             }
         };
@@ -218,7 +219,7 @@ impl MpiLink {
             return Err(header.unexpected("its payload has another length").into());
         }
         if !follows {
-            header.check_payload(crc32c::crc32c(payload))?;
+            header.check_payload(checksum::crc32c(payload))?;
         }
         match header.kind {
             Kind::Hello if header.tag != self.peer.0 || self.greeted => {
@@ -291,7 +292,7 @@ impl MpiLink {
                     match bytes {
                         Bytes::InPlace(_, part) => header.check_payload(place.checksum(part, 0))?,
                         Bytes::Owned(buffer) => {
-                            header.check_payload(crc32c::crc32c(&buffer))?;
+                            header.check_payload(checksum::crc32c(&buffer))?;
                             place.unpack(header.offset, &buffer, arriving.expected.combine);
                             self.pool.give_back(Way::In, u64::from(header.len), buffer);
                         }
