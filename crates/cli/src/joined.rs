@@ -114,11 +114,12 @@ fn join_sockets(
     answer_if_first(place.rank);
     let ending = Ending::new(|_| {});
     let secret = secret(&place, variables)?;
-    let patience = patience(Deadline::after(options.arrive), deadline_ms);
+    let patience = patience(&place, variables, Deadline::after(options.arrive), deadline_ms);
     let roster = (0..place.world).map(Rank).collect();
     let (host, on_abort) = (host_name(variables), ending.on_abort());
     let (rank, world, launcher) = (place.rank, place.world, place.launcher);
-    let meeting = OverSockets::meet(place, &host, roster, secret, patience, log(), on_abort)?;
+    let met = OverSockets::meet(place, &host, roster, secret, patience, log(), on_abort);
+    let meeting = met.map_err(|error| ending.not_met(error))?;
     Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
 }
 
@@ -180,10 +181,9 @@ fn take_part(
     let part = Part { task: work.task, rank, repeat, deadline_ms, flight, trace, interrupt };
     let meeting = &mut *job.meeting;
     let summary = match work.task.ranks().contains(&rank) {
-        true => {
-            let links = part.connect(meeting, Deadline::after(options.arrive))?;
+        true => part.connect(meeting, Deadline::after(options.arrive)).and_then(|links| {
             part.take(meeting, links, |round| progress.say(&format!("run {round} of {}", options.repeat)))
-        }
+        }),
         false => part.watch(meeting),
     };
     let abort = match summary {
@@ -210,11 +210,9 @@ fn gather(meeting: &mut dyn Meeting, summary: &Summary) -> Result<Vec<Summary>, 
 }
 
 fn measured(job: &Joined, work: &Work<'_>, summaries: &[Summary], options: &RunOptions) -> Measured {
-    let mut hosts = job.meeting.hosts().to_vec();
-    hosts.sort_unstable();
-    hosts.dedup();
+    let hosts = job.meeting.num_hosts();
     let (launcher, transport) = (job.launcher, job.meeting.transport());
-    let by = Started::ByOthers { launcher, hosts: hosts.len(), transport };
+    let by = Started::ByOthers { launcher, hosts, transport };
     let trace = if options.trace { measured_trace(work.task, summaries) } else { None };
     Measured { trace, ..combine(summaries, work.task.num_times(options.repeat), by) }
 }

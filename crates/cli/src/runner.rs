@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::clock::{Moment, by_one_clock};
 use crossmesh_comm::emulate::{Emulation, NicRate};
-use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
+use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place, STARTED_VARIABLE, now_ms};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
 use crossmesh_comm::rendezvous::Abort;
 use crossmesh_comm::usage::ExtraMemory;
@@ -292,6 +292,7 @@ fn process(
     let mut env = place.to_variables();
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     env.insert(HOST_VARIABLE.into(), host.to_string());
+    env.insert(STARTED_VARIABLE.into(), now_ms().to_string());
     let document = folder.join("work.json").display().to_string();
     let mut args = vec!["rank".to_string(), work.task.flag().into(), document];
     let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);

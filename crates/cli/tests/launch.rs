@@ -25,6 +25,22 @@ fn every_rank_knows_its_place() {
     assert_eq!(sorted_lines(&said.stdout), expected);
 }
 
+/// A reader that takes its time gets every line.
+#[test]
+fn a_slow_reader_gets_all_of_the_output() {
+    let pipe = format!("({} launch -n 1 -- sh -c 'seq 1 18000') | (sleep 2; wc -l)", env!("CARGO_BIN_EXE_crossmesh"));
+    let out = Command::new("sh").args(["-c", &pipe]).stdin(Stdio::null()).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&out.stdout).trim(), "18000");
+}
+
+#[test]
+fn a_host_that_would_be_an_option_is_refused() {
+    let args = ["launch", "-n", "1", "--hosts=-oProxyCommand=true", "--", "true"];
+    let said = crossmesh(&args);
+    assert_eq!(said.code, 2);
+    assert!(said.stderr.starts_with("error: `-oProxyCommand=true` is no name of a host"), "{}", said.stderr);
+}
+
 #[test]
 fn the_first_failure_is_named_and_its_status_ours() {
     let script = "test $RANK = 1 && exit 9; sleep 60";

@@ -65,6 +65,10 @@ pub enum LaunchError {
     CannotStart { rank: Rank, program: String, cause: io::Error },
     #[error("cannot enter namespace {namespace}: {cause}")]
     NoNamespace { namespace: String, cause: io::Error },
+    #[error("cannot follow what the processes print: {0}\nhint: are threads, memory or descriptors limited (ulimit -u, -v, -n)?")]
+    Output(io::Error),
+    #[error("`{0}` is no name of a host: it would be read as an option\nhint: host names begin with a letter or a digit")]
+    BadHost(String),
     #[error("cannot watch over signals: {0}")]
     Signals(io::Error),
 }
@@ -121,9 +125,11 @@ impl Job {
             let rank = process.rank;
             // On failure, dropping the job ends those that run already.
             let mut child = spawn(process)?;
-            job.output.follow(rank, &mut child);
+            let followed = job.output.follow(rank, &mut child);
             job.running.insert(rank, child);
+            followed.map_err(LaunchError::Output)?;
         }
+        job.output.start().map_err(LaunchError::Output)?;
         Ok(job)
     }
 
@@ -160,7 +166,7 @@ impl Job {
             Outcome::Signalled(_) => self.reap_until(Deadline::after(self.grace.after_term), signals),
             Outcome::Done | Outcome::TimedOut => {}
         }
-        self.end_all();
+        self.end_all(signals);
         (outcome, std::mem::take(&mut self.ended))
     }
 
@@ -196,7 +202,7 @@ impl Job {
     }
 
     /// Asks, waits, and ends.
-    fn end_all(&mut self) {
+    fn end_all(&mut self, signals: &Signals) {
         self.running.values().for_each(|child| signal_group(child, Signal::TERM));
         let deadline = Deadline::after(self.grace.after_term);
         while !self.running.values().all(is_stopped) && !deadline.passed() {
@@ -206,7 +212,8 @@ impl Job {
         for (rank, child) in std::mem::take(&mut self.running) {
             self.ended.extend(reap(child).map(|status| (rank, status)));
         }
-        self.output.finish();
+        let before = signals.count();
+        self.output.finish(|| signals.count() > before);
     }
 }
 

@@ -1,0 +1,520 @@
+//! What a rank does when something is wrong: it tells the root; where the root is gone, the first deputy that is left.
+//! Whoever leads has everybody concerned looked for, by several others, and says who is at fault.
+//!
+//! ```text
+//! r5 ── trouble ──▶ parent ──▶ root                    all is well but for somebody else
+//! r5 ── look ──▶ root and deputies ── alive ──▶ r5     the parent is gone: who is left, and hears the root?
+//! r5 ── trouble ──▶ one of them                        who passes it on to the root, or leads
+//! leader ── look at r7 ──▶ r5, deputies ── seen ──▶    is it r7, or the way to it?
+//! leader ── abort ──▶ everybody
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crossmesh_core::id::Rank;
+
+use super::{Heard, LinkId, MS, Node};
+use crate::auth::Role;
+use crate::rendezvous::blame::Evidence;
+use crate::rendezvous::message::{Notice, Reach, Report, Say};
+use crate::rendezvous::{Abort, Entry, Fault};
+
+/// Who does not answer a question within this time does not answer.
+const PROBE_NS: u64 = 500 * MS;
+/// And whom others look for, within this.
+const SEEN_NS: u64 = PROBE_NS + 100 * MS;
+/// An inquiry takes no longer than this.
+const INQUIRY_NS: u64 = 1_000 * MS;
+/// Without a verdict for so long, we say what we saw.
+const VERDICT_NS: u64 = 2_500 * MS;
+/// How many are looked for, and asked to look.
+const MAX_SUSPECTS: usize = 8;
+const MAX_REPORTERS: usize = 8;
+const MAX_ELECTIONS: u32 = 3;
+/// To ask the root for addresses; it may be busy with everybody else.
+const WHERE_NS: u64 = 5_000 * MS;
+const WHERE_TRIES: u32 = 5;
+
+#[derive(Debug, Default)]
+pub(super) struct Trouble {
+    /// What was noticed and not judged yet.
+    pending: Vec<Report>,
+    since_ns: Option<u64>,
+    election: Option<Election>,
+    elections: u32,
+    /// Who was asked to judge, in place of the parent.
+    appealed: Option<LinkId>,
+    /// Where we lead.
+    lead: Option<Lead>,
+    asking: BTreeMap<LinkId, Asking>,
+    /// Whom we look for, by who asked us to.
+    looking: BTreeMap<LinkId, Looking>,
+}
+
+/// Who is left?
+#[derive(Debug, Default)]
+struct Election {
+    waiting: BTreeSet<Rank>,
+    answered: BTreeMap<Rank, (LinkId, bool)>,
+    failed: BTreeMap<Rank, Reach>,
+}
+
+#[derive(Debug)]
+struct Lead {
+    evidence: Evidence,
+    since_ns: Option<u64>,
+    suspects: BTreeSet<Rank>,
+    looked: BTreeSet<Rank>,
+}
+
+/// A question of ours.
+#[derive(Debug)]
+struct Asking {
+    rank: Rank,
+    by_ns: u64,
+    connected: bool,
+    /// Nothing more is expected.
+    answered: bool,
+    why: Why,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Why {
+    Elect,
+    Inquire,
+    Probe { asker: LinkId },
+    Deliver,
+    Where { wanted: Vec<Rank>, missing: Vec<Rank>, tries: u32 },
+}
+
+#[derive(Debug)]
+struct Looking {
+    left: usize,
+    seen: Vec<(Rank, Reach)>,
+}
+
+impl Trouble {
+    pub fn is_active(&self) -> bool {
+        let leads = self.lead.as_ref().is_some_and(|lead| lead.since_ns.is_some());
+        leads || self.since_ns.is_some() || self.asking.values().any(|asking| !asking.answered)
+    }
+
+    pub fn note(&mut self, entry: &Entry) {
+        if let Some(lead) = &mut self.lead {
+            lead.evidence.hosts.insert(entry.rank, entry.host.clone());
+        }
+    }
+}
+
+impl Node {
+    /// From now on, this rank judges.
+    pub(super) fn lead(&mut self, _now: u64) {
+        let mut evidence = Evidence::new(self.me.rank);
+        evidence.hosts = self.known.values().map(|entry| (entry.rank, entry.host.clone())).collect();
+        let (suspects, looked) = Default::default();
+        self.trouble.lead.get_or_insert(Lead { evidence, since_ns: None, suspects, looked });
+    }
+
+    /// The rank's own part of the job has failed.
+    pub(super) fn fail(&mut self, now: u64, fault: Fault) {
+        let entry = |rank: Rank| self.known.get(&rank).cloned().unwrap_or(Entry { rank, ..Entry::unknown() });
+        let about = fault.blames.map(entry);
+        self.report(now, about, Notice::Fault(fault));
+    }
+
+    pub(super) fn on_trouble(&mut self, now: u64, _link: LinkId, report: Report) {
+        self.consider(now, report);
+    }
+
+    /// Something is wrong: on to whoever judges.
+    pub(super) fn consider(&mut self, now: u64, report: Report) {
+        if self.verdict.is_some() {
+            return;
+        }
+        for entry in [Some(&report.by), report.about.as_ref()].into_iter().flatten() {
+            if entry.is_known() {
+                self.note(&entry.clone());
+            }
+        }
+        if let Some(abort) = self.own_absence(now) {
+            return self.conclude(now, abort, None);
+        }
+        if self.trouble.lead.is_some() {
+            return self.take_evidence(now, report);
+        }
+        self.trouble.since_ns.get_or_insert(now);
+        self.trouble.pending.push(report.clone());
+        match self.trouble.appealed {
+            Some(link) => self.send(link, Say::Trouble(report)),
+            None if self.up_is_well(now) => self.send_up(Say::Trouble(report)),
+            None => self.elect(now),
+        }
+    }
+
+    /// Who is left, and hears the root?
+    fn elect(&mut self, now: u64) {
+        if self.trouble.election.is_some() || self.trouble.lead.is_some() {
+            return;
+        }
+        if self.trouble.elections >= MAX_ELECTIONS {
+            return self.judge_alone(now);
+        }
+        self.trouble.elections += 1;
+        let lost = self.trouble.pending.iter().filter(|r| !matches!(r.what, Notice::Fault(_)));
+        let mut out: BTreeSet<Rank> = lost.filter_map(|r| Some(r.about.as_ref()?.rank)).collect();
+        out.extend(self.up.as_ref().map(|up| up.entry.rank).into_iter().chain([self.me.rank]));
+        let voters: Vec<Entry> = self.deputies.iter().filter(|e| !out.contains(&e.rank)).cloned().collect();
+        let waiting = voters.iter().map(|entry| entry.rank).collect();
+        self.trouble.election = Some(Election { waiting, ..Election::default() });
+        voters.iter().for_each(|entry| self.ask(now, entry, Why::Elect));
+        self.count_votes(now);
+    }
+
+    fn ask(&mut self, now: u64, entry: &Entry, why: Why) {
+        let patience = if matches!(why, Why::Where { .. }) { WHERE_NS } else { PROBE_NS };
+        let by_ns = now + patience;
+        let link = self.dial(entry, Role::Ask, by_ns);
+        let asking = Asking { rank: entry.rank, by_ns, connected: false, answered: false, why };
+        self.trouble.asking.insert(link, asking);
+    }
+
+    pub(super) fn ask_where(&mut self, now: u64, wanted: Vec<Rank>, missing: Vec<Rank>) {
+        if let Some(root) = self.deputies.first().cloned() {
+            self.ask(now, &root, Why::Where { wanted, missing, tries: 0 });
+        }
+    }
+
+    /// Turns to the root, to somebody who hears it, or else to the first deputy.
+    fn count_votes(&mut self, now: u64) {
+        let Some(election) = &self.trouble.election else { return };
+        let root = self.deputies.first().map(|entry| entry.rank);
+        let hears = election.answered.iter().find(|(rank, (_, root_heard))| Some(**rank) == root || *root_heard);
+        let over = hears.is_some() || election.waiting.is_empty();
+        if !over {
+            return;
+        }
+        let candidates = self.deputies.iter().map(|entry| entry.rank);
+        let stands = |rank: &Rank| *rank == self.me.rank || election.answered.contains_key(rank);
+        let first = candidates.filter(stands).find(|rank| Some(*rank) != root || election.answered.contains_key(rank));
+        let chosen = hears.map(|(rank, _)| *rank).or(first).filter(|rank| *rank != self.me.rank);
+        let election = self.trouble.election.take().expect("just looked at");
+        match chosen {
+            Some(rank) => self.appeal(election.answered[&rank].0),
+            None => self.take_the_lead(now, election),
+        }
+    }
+
+    fn appeal(&mut self, link: LinkId) {
+        self.trouble.appealed = Some(link);
+        for report in self.trouble.pending.clone() {
+            self.send(link, Say::Trouble(report));
+        }
+    }
+
+    fn take_the_lead(&mut self, now: u64, election: Election) {
+        self.lead(now);
+        let me = self.me.rank;
+        let lead = self.trouble.lead.as_mut().expect("just made");
+        for (rank, reach) in election.failed {
+            lead.evidence.reach.insert((me, rank), reach);
+            lead.looked.insert(rank);
+        }
+        for (rank, (link, _)) in election.answered {
+            lead.evidence.reach.insert((me, rank), Reach::Answers);
+            lead.looked.insert(rank);
+            self.trouble.asking.get_mut(&link).into_iter().for_each(|asking| asking.why = Why::Inquire);
+        }
+        for report in std::mem::take(&mut self.trouble.pending) {
+            self.take_evidence(now, report);
+        }
+    }
+
+    fn take_evidence(&mut self, now: u64, report: Report) {
+        let Some(lead) = &mut self.trouble.lead else { return };
+        lead.since_ns.get_or_insert(now);
+        match (report.what, report.about) {
+            (Notice::Fault(fault), _) => lead.evidence.add_fault(report.by.rank, fault),
+            (Notice::Lost(how), Some(about)) => lead.evidence.add_lost(about.rank, how),
+            (Notice::Silent { .. }, Some(about)) => {
+                lead.evidence.silent.insert(about.rank);
+            }
+            (_, None) => {}
+        }
+        self.inquire(now);
+    }
+
+    /// Has everybody concerned looked for.
+    fn inquire(&mut self, now: u64) {
+        let Some(lead) = &mut self.trouble.lead else { return };
+        let me = self.me.rank;
+        let reachable = |rank: &Rank| self.known.get(rank).is_some_and(Entry::is_known);
+        let new: Vec<Rank> = lead.evidence.suspects().into_iter().filter(|r| reachable(r)).collect();
+        let new: Vec<Rank> = new.into_iter().filter(|r| !lead.suspects.contains(r)).collect();
+        let room = MAX_SUSPECTS.saturating_sub(lead.suspects.len());
+        let new: Vec<Rank> = new.into_iter().take(room).collect();
+        lead.suspects.extend(new.iter().copied());
+        let reporters = lead.evidence.order.iter().take(MAX_REPORTERS).copied();
+        let deputies = self.deputies.iter().map(|entry| entry.rank);
+        let mut asked: BTreeSet<Rank> = lead.suspects.iter().copied().chain(reporters).chain(deputies).collect();
+        asked.retain(|rank| *rank != me && reachable(rank) && !lead.looked.contains(rank));
+        lead.looked.extend(asked.iter().copied());
+        let observers: Vec<LinkId> = self.observers().collect();
+        observers.into_iter().for_each(|link| self.send_to_look(now, link, &new));
+        for rank in asked {
+            let entry = self.known[&rank].clone();
+            self.ask(now, &entry, Why::Inquire);
+        }
+    }
+
+    /// Those who have answered, and can look for others.
+    fn observers(&self) -> impl Iterator<Item = LinkId> {
+        let asking = self.trouble.asking.iter().filter(|(_, a)| a.why == Why::Inquire && a.connected);
+        asking.map(|(link, _)| *link)
+    }
+
+    fn send_to_look(&mut self, now: u64, link: LinkId, suspects: &[Rank]) {
+        let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
+        let at: Vec<Entry> = suspects.iter().filter(|r| **r != asking.rank).map(|r| self.known[r].clone()).collect();
+        if !at.is_empty() {
+            (asking.answered, asking.by_ns) = (false, now + SEEN_NS);
+            self.send(link, Say::Look { at });
+        }
+    }
+
+    /// A dial of ours has ended.
+    pub(super) fn on_asking(&mut self, now: u64, link: LinkId, result: Result<(), Reach>) {
+        if let Err(reach) = result {
+            return self.resolve(now, link, reach);
+        }
+        let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
+        asking.connected = true;
+        let suspects = self.trouble.lead.iter().flat_map(|lead| lead.suspects.iter().copied());
+        match asking.why.clone() {
+            Why::Inquire => {
+                let rank = asking.rank;
+                let at = suspects.filter(|r| *r != rank).filter_map(|r| self.known.get(&r).cloned()).collect();
+                self.send(link, Say::Look { at });
+            }
+            Why::Elect | Why::Probe { .. } => self.send(link, Say::Look { at: vec![] }),
+            Why::Where { missing, .. } => self.send(link, Say::Where(missing)),
+            Why::Deliver => {
+                let verdict = self.verdict.clone();
+                verdict.into_iter().for_each(|abort| self.send(link, Say::Abort(abort)));
+                self.trouble.asking.remove(&link);
+            }
+        }
+    }
+
+    /// Somebody wants to know whether we are here, and whom we reach.
+    pub(super) fn on_look(&mut self, now: u64, link: LinkId, at: Vec<Entry>) {
+        let (rank, root) = (self.me.rank, self.hears_root(now));
+        self.send(link, Say::Alive { rank, root });
+        let at: Vec<Entry> =
+            at.into_iter().filter(|e| e.rank != rank && e.is_known()).take(MAX_SUSPECTS).collect();
+        if at.is_empty() {
+            return;
+        }
+        let looking = self.trouble.looking.entry(link).or_insert(Looking { left: 0, seen: vec![] });
+        looking.left += at.len();
+        at.iter().for_each(|entry| self.ask(now, entry, Why::Probe { asker: link }));
+    }
+
+    pub(super) fn on_answer(&mut self, now: u64, link: LinkId, say: Say) {
+        let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
+        let (me, rank) = (self.me.rank, asking.rank);
+        match (say, asking.why.clone()) {
+            (Say::Alive { root, .. }, Why::Elect) => {
+                asking.answered = true;
+                if let Some(election) = &mut self.trouble.election {
+                    election.waiting.remove(&rank);
+                    election.answered.insert(rank, (link, root));
+                }
+                self.count_votes(now);
+            }
+            (Say::Alive { .. }, Why::Inquire) => {
+                let lead = self.trouble.lead.as_mut();
+                // Where there is somebody else to look at, that is still to come.
+                asking.answered = lead.as_ref().is_none_or(|lead| lead.suspects.iter().all(|s| *s == rank));
+                asking.by_ns = now + SEEN_NS;
+                if let Some(lead) = lead {
+                    lead.evidence.reach.insert((me, rank), Reach::Answers);
+                }
+            }
+            (Say::Alive { .. }, Why::Probe { .. }) => self.resolve(now, link, Reach::Answers),
+            (Say::Seen { by, reach }, Why::Inquire) if by == rank => {
+                asking.answered = true;
+                let seen = reach.into_iter().map(|(to, reach)| ((by, to), reach));
+                self.trouble.lead.iter_mut().for_each(|lead| lead.evidence.reach.extend(seen.clone()));
+            }
+            (Say::Entries(entries), Why::Where { wanted, .. }) => {
+                self.trouble.asking.remove(&link);
+                self.out.push(super::Action::Close(link));
+                entries.iter().for_each(|entry| self.note(entry));
+                let found = wanted.iter().filter_map(|rank| self.known.get(rank).cloned()).collect();
+                self.tell(Heard::Entries(found));
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn on_asking_closed(&mut self, now: u64, link: LinkId) {
+        let looked = self.trouble.looking.remove(&link).is_some();
+        if self.trouble.appealed == Some(link) {
+            self.trouble.appealed = None;
+            self.trouble.asking.remove(&link);
+            return self.elect(now);
+        }
+        if !looked {
+            self.resolve(now, link, Reach::Refused);
+        }
+    }
+
+    /// A question has its answer, or will have none.
+    fn resolve(&mut self, now: u64, link: LinkId, reach: Reach) {
+        let Some(asking) = self.trouble.asking.remove(&link) else { return };
+        if asking.connected {
+            self.out.push(super::Action::Close(link));
+        }
+        let (me, rank) = (self.me.rank, asking.rank);
+        match asking.why {
+            Why::Elect if !asking.answered => {
+                if let Some(election) = &mut self.trouble.election {
+                    election.waiting.remove(&rank);
+                    election.failed.insert(rank, reach);
+                }
+                self.count_votes(now);
+            }
+            Why::Inquire => {
+                // One that answered and has not seen others in time is still there.
+                if let Some(lead) = &mut self.trouble.lead {
+                    lead.evidence.reach.entry((me, rank)).or_insert(reach);
+                }
+            }
+            Why::Probe { asker } => self.saw(asker, rank, reach),
+            Why::Where { wanted, missing, tries } => self.resolve_where(now, rank, reach, (wanted, missing, tries)),
+            Why::Elect | Why::Deliver => {}
+        }
+    }
+
+    fn saw(&mut self, asker: LinkId, rank: Rank, reach: Reach) {
+        let Some(looking) = self.trouble.looking.get_mut(&asker) else { return };
+        looking.seen.push((rank, reach));
+        looking.left -= 1;
+        if looking.left == 0 {
+            let seen = std::mem::take(&mut looking.seen);
+            self.trouble.looking.remove(&asker);
+            self.send(asker, Say::Seen { by: self.me.rank, reach: seen });
+        }
+    }
+
+    /// The root did not say where somebody is: it is busy, or gone.
+    fn resolve_where(&mut self, now: u64, root: Rank, reach: Reach, ask: (Vec<Rank>, Vec<Rank>, u32)) {
+        let (wanted, missing, tries) = ask;
+        let Some(entry) = self.known.get(&root).cloned() else { return };
+        if tries < WHERE_TRIES {
+            return self.ask(now, &entry, Why::Where { wanted, missing, tries: tries + 1 });
+        }
+        let what = match reach {
+            Reach::Refused => Notice::Lost("is gone: its host says that nobody is there".into()),
+            _ => Notice::Silent { silent_ms: WHERE_NS / MS },
+        };
+        self.report(now, Some(entry), what);
+    }
+
+    pub(super) fn look_into_trouble(&mut self, now: u64) {
+        let late = |a: &Asking| !a.answered && now >= a.by_ns + if a.connected { 0 } else { SEEN_NS };
+        let late: Vec<LinkId> = self.trouble.asking.iter().filter(|(_, a)| late(a)).map(|(l, _)| *l).collect();
+        for link in late {
+            self.give_up_asking(now, link);
+        }
+        self.judge(now);
+        let waits = self.trouble.lead.is_none() && self.verdict.is_none();
+        if waits && self.trouble.since_ns.is_some_and(|since| now >= since + VERDICT_NS) {
+            self.judge_alone(now);
+        }
+    }
+
+    fn give_up_asking(&mut self, now: u64, link: LinkId) {
+        let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
+        let seen = (self.me.rank, asking.rank);
+        let there = self.trouble.lead.as_ref().is_some_and(|l| l.evidence.reach.get(&seen) == Some(&Reach::Answers));
+        if asking.why == Why::Inquire && there {
+            // It answers, and takes its time to look for others.
+            asking.answered = true;
+            return;
+        }
+        let reach = if asking.connected { Reach::Mute } else { Reach::Unreachable };
+        self.resolve(now, link, reach);
+    }
+
+    /// Whether it is clear who is at fault.
+    fn judge(&mut self, now: u64) {
+        let Some(lead) = self.trouble.lead.as_ref().filter(|lead| lead.since_ns.is_some()) else { return };
+        let looked = !self.trouble.asking.values().any(|a| a.why == Why::Inquire && !a.answered);
+        let since = lead.since_ns.unwrap_or(now);
+        let all = self.root.as_ref().is_some_and(|root| {
+            lead.evidence.faults.len() + lead.evidence.lost.len() >= root.size()
+        });
+        let clear = lead.evidence.is_clear_without_a_look() || looked;
+        let settled = now >= since + lead.evidence.settles_after_ns(looked) && clear;
+        if !settled && !(all && looked) && now < since + INQUIRY_NS {
+            return;
+        }
+        if let Some(abort) = lead.evidence.judge() {
+            self.conclude(now, abort, None);
+        }
+    }
+
+    /// Nobody says who it was. What we saw is all there is, and not enough to name anybody.
+    fn judge_alone(&mut self, now: u64) {
+        let report = self.trouble.pending.iter().find(|report| report.by.rank == self.me.rank);
+        let Some(report) = report.or(self.trouble.pending.first()) else { return };
+        let text = match &report.what {
+            Notice::Fault(fault) => fault.text.clone(),
+            Notice::Lost(how) => format!("the connection is gone ({how})"),
+            Notice::Silent { silent_ms } => format!("nothing was heard for {silent_ms} ms"),
+        };
+        let me = (self.me.rank, self.me.host.clone());
+        let abort = match report.about.as_ref().filter(|about| about.rank != self.me.rank) {
+            Some(about) => {
+                Abort::either(me, (about.rank, about.host.clone()), format!("nobody else is left to ask; {text}"))
+            }
+            None => Abort::new(me.0, me.1, format!("failed: {text}")),
+        };
+        self.conclude(now, abort, None);
+    }
+
+    /// The job is over. Everybody who can be reached hears so.
+    pub(super) fn conclude(&mut self, now: u64, abort: Abort, from: Option<LinkId>) {
+        if self.verdict.is_some() {
+            return;
+        }
+        self.verdict = Some(abort.clone());
+        let asking = self.trouble.asking.iter().filter(|(_, a)| a.connected).map(|(link, _)| *link);
+        let coming = self.root.iter().flat_map(|root| root.links());
+        let links = self.down.keys().chain(self.asked.iter()).copied().chain(asking).chain(coming);
+        let mut links: BTreeSet<LinkId> = links.chain(self.up.as_ref().map(|up| up.link)).collect();
+        links.retain(|link| Some(*link) != from);
+        links.into_iter().for_each(|link| self.send(link, Say::Abort(abort.clone())));
+        for entry in self.out_of_touch(&abort) {
+            self.ask(now, &entry, Why::Deliver);
+        }
+        self.tell(Heard::Abort(abort));
+    }
+
+    /// Where we lead: those whom the tree does not reach.
+    fn out_of_touch(&self, abort: &Abort) -> Vec<Entry> {
+        let Some(lead) = &self.trouble.lead else { return vec![] };
+        let broken = lead.evidence.suspects().into_iter().chain([abort.culprit]).chain(abort.or.iter().map(|o| o.0));
+        let broken: BTreeSet<Rank> = broken.collect();
+        if let Some(root) = &self.root {
+            let mut below: Vec<Entry> = broken.iter().flat_map(|rank| root.below(*rank)).collect();
+            below.sort_by_key(|entry| entry.rank);
+            below.dedup_by_key(|entry| entry.rank);
+            return below;
+        }
+        let asked = self.trouble.asking.values().filter(|a| a.connected).map(|a| a.rank);
+        let told: BTreeSet<Rank> = asked.chain([self.me.rank]).collect();
+        self.deputies.iter().filter(|entry| !told.contains(&entry.rank)).cloned().collect()
+    }
+}
