@@ -11,15 +11,15 @@
 
 use std::sync::Mutex;
 
-use anyhow::{Context, Result, bail};
-use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
+use anyhow::{Result, bail};
+use crossmesh_comm::auth::Secret;
 use crossmesh_comm::deadline::Deadline;
 #[cfg(not(feature = "mpi"))]
 use crossmesh_comm::environment::EnvironmentError;
 #[cfg(feature = "mpi")]
 use crossmesh_comm::environment::TRANSPORT_VARIABLE;
 use crossmesh_comm::environment::{
-    Flags, Place, Transport, Variables, host_name, job_name, launcher, place, transport, variables,
+    Flags, Place, Transport, Variables, host_name, launcher, place, transport, variables,
 };
 use crossmesh_comm::rendezvous::{Meeting, OverSockets, RendezvousError};
 use crossmesh_core::id::Rank;
@@ -148,24 +148,13 @@ fn answer_if_first(rank: Rank) {
     }
 }
 
-/// The secret that was given to the job; else one made of its name, and the first rank says what that is worth.
+/// The job's secret; the first rank says what it is worth, where that is little.
 fn secret(place: &Place, variables: &Variables) -> Result<Secret> {
-    if let Some(secret) = Secret::from_variables(variables)? {
-        return Ok(secret);
+    let (secret, note) = Secret::of_job(place, variables)?;
+    if let Some(note) = note.filter(|_| place.rank == Rank(0)) {
+        log()(&note);
     }
-    let name = job_name(place.launcher, variables).with_context(|| {
-        format!(
-            "the job that {} started has neither a secret nor a name\nhint: set {SECRET_VARIABLE} to the same random text for all ranks",
-            place.launcher
-        )
-    })?;
-    if place.rank == Rank(0) && !name.secret {
-        let variables = name.variables.join(" and ");
-        log()(&format!(
-            "note: no {SECRET_VARIABLE} was given; ranks know each other by {variables}, which others may guess"
-        ));
-    }
-    Ok(Secret::of_job(&name))
+    Ok(secret)
 }
 
 fn take_part(

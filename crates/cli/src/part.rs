@@ -10,7 +10,7 @@ use std::time::Duration;
 use crossmesh_comm::clock::Moment;
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{EngineOptions, Interrupt};
-use crossmesh_comm::environment::{Place, Variables, started_late};
+use crossmesh_comm::environment::{Place, Variables, late};
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_comm::flight::FlightRecord;
@@ -35,8 +35,8 @@ const BARRIER_DEADLINES: u32 = 20;
 /// How long the ranks of a job wait for each other.
 pub fn patience(place: &Place, variables: &Variables, arrive: Deadline, deadline_ms: u64) -> Patience {
     let (silence, barrier) = (Duration::from_millis(deadline_ms), barrier_limit(deadline_ms));
-    let (started_late, local_world) = (started_late(variables), place.local_world);
-    Patience { arrive, silence, barrier, started_late, local_world }
+    let (late, local_world) = (late(variables), place.local_world);
+    Patience { arrive, silence, barrier, late, local_world }
 }
 
 fn barrier_limit(deadline_ms: u64) -> Duration {

@@ -78,7 +78,7 @@ fn join() -> Result<(Collectives, OverSockets), Box<dyn Error>> {
     let secret = Secret::from_variables(&variables)?.ok_or("no secret was given to this rank")?;
     let soon = || Deadline::after(Duration::from_secs(20));
     let (silence, barrier) = (Duration::from_secs(10), Duration::from_secs(20));
-    let patience = Patience { arrive: soon(), silence, barrier, started_late: None, local_world: None };
+    let patience = Patience { arrive: soon(), silence, barrier, late: None, local_world: None };
     let (roster, log) = ([Rank(0), Rank(1)].into(), Arc::new(|line: &str| eprintln!("{line}")));
     let abort = Box::new(|abort: &_| {
         eprintln!("{abort}");

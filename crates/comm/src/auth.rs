@@ -17,7 +17,7 @@ use std::fmt;
 use crossmesh_core::id::Rank;
 
 use crate::deadline::{Deadline, Stream, StreamError, read_exact_by, write_all_by};
-use crate::environment::{JobName, Variables};
+use crate::environment::{JobName, Place, Variables, job_name};
 
 /// The version of everything that travels between ranks. Both sides must have the same.
 pub const WIRE_VERSION: u16 = 2;
@@ -69,10 +69,28 @@ impl Secret {
         }
     }
 
-    /// The secret of a job that was given none: made of its launcher's name for it. It keeps jobs apart; whether it
-    /// keeps strangers out depends on the name.
-    pub fn of_job(name: &JobName) -> Self {
-        Self(blake3::derive_key("crossmesh 1 job secret from the launcher's name", name.text.as_bytes()))
+    /// The secret of a rank's job, and what to say about it, if anything. It is one that was given, or one that the
+    /// launcher drew by lot. Ranks that meet on this host alone may make do with the job's name, which keeps jobs apart;
+    /// beyond it a name that others can guess is no secret, and none is an error.
+    pub fn of_job(place: &Place, variables: &Variables) -> Result<(Self, Option<String>), AuthError> {
+        if let Some(secret) = Self::from_variables(variables)? {
+            return Ok((secret, None));
+        }
+        let (launcher, name) = (place.launcher, job_name(place.launcher, variables));
+        let of = |name: &JobName| {
+            Self(blake3::derive_key("crossmesh 1 job secret from the launcher's name", name.text.as_bytes()))
+        };
+        match name {
+            Some(name) if name.secret => Ok((of(&name), None)),
+            Some(name) if place.is_on_loopback() => {
+                let variables = name.variables.join(" and ");
+                let note = format!(
+                    "note: no {SECRET_VARIABLE} was given; ranks know each other by {variables}, which others on this host may guess"
+                );
+                Ok((of(&name), Some(note)))
+            }
+            _ => Err(AuthError::NoSecret { launcher, addr: place.master_addr.clone() }),
+        }
     }
 
     /// The form that is handed to the processes of a job, in their environment.
@@ -179,6 +197,10 @@ pub enum AuthError {
     ShortSecret { len: usize, least: usize },
     #[error("cannot read the secret of {SECRET_FILE_VARIABLE}={path}: {cause}")]
     SecretFile { path: String, cause: std::io::Error },
+    #[error(
+        "the job that {launcher} started has no secret, and its ranks meet at {addr}, where strangers could join\nhint: set {SECRET_VARIABLE} to the same random text for all ranks (openssl rand -hex 32), or {SECRET_FILE_VARIABLE} to a file with it that only you can read; `crossmesh launch` generates one"
+    )]
+    NoSecret { launcher: &'static str, addr: String },
     #[error("the system has no randomness for a secret")]
     NoRandomness,
     #[error("not a crossmesh process (it says {0})")]
@@ -492,6 +514,35 @@ mod tests {
         assert_eq!(format!("{s:?}"), "Secret(..)");
         assert_ne!(secret("correct horse battery"), secret("correct horse batterx"));
         assert!(Secret::from_text("short").unwrap_err().to_string().contains("5 B is too short"));
+    }
+
+    fn place(launcher: &'static str, addr: &str) -> Place {
+        let (rank, world, local_rank, local_world) = (Rank(0), 2, 0, None);
+        Place { rank, world, local_rank, local_world, master_addr: addr.into(), master_port: 1, launcher }
+    }
+
+    #[test]
+    fn a_name_that_others_can_guess_is_no_secret_beyond_this_host() {
+        let vars = |pairs: &[(&str, &str)]| pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
+        let slurm: Variables = vars(&[("SLURM_JOB_ID", "4711"), ("SLURM_STEP_ID", "0")]);
+        let run = vars(&[("TORCHELASTIC_RUN_ID", "none"), ("MASTER_PORT", "29500")]);
+        let pmi = vars(&[("PMI_JOBID", "7")]);
+        for (launcher, variables) in [("Slurm", &slurm), ("torchrun", &run), ("PMI", &pmi)] {
+            for addr in ["node1", "10.0.0.1", "0.0.0.0", "::"] {
+                let error = Secret::of_job(&place(launcher, addr), variables).unwrap_err().to_string();
+                let expected = format!("the job that {launcher} started has no secret, and its ranks meet at {addr}");
+                assert!(error.starts_with(&expected) && error.contains("openssl rand -hex 32"), "{error}");
+            }
+            for addr in ["127.0.0.1", "::1", "localhost"] {
+                let (_, note) = Secret::of_job(&place(launcher, addr), variables).unwrap();
+                assert!(note.unwrap().starts_with("note: no CROSSMESH_SECRET was given"));
+            }
+        }
+        // One that was given, or drawn by lot, serves everywhere.
+        let given = vars(&[(SECRET_VARIABLE, "sixteen letters at least")]);
+        assert_eq!(Secret::of_job(&place("Slurm", "node1"), &given).unwrap().1, None);
+        let lot = vars(&[("OMPI_MCA_orte_precondition_transports", "86154f6ac897253a-70a91866e5cbe81e")]);
+        assert_eq!(Secret::of_job(&place("OpenMPI", "node1"), &lot).unwrap().1, None);
     }
 
     proptest! {

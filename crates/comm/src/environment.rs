@@ -13,6 +13,8 @@ use std::time::Duration;
 
 use crossmesh_core::id::Rank;
 
+use crate::rendezvous::Late;
+
 mod meeting;
 mod nodelist;
 
@@ -191,6 +193,12 @@ fn bad(variable: &str, value: impl ToString, what: &'static str) -> EnvironmentE
 }
 
 impl Place {
+    /// Whether the ranks meet where no other host can come.
+    pub fn is_on_loopback(&self) -> bool {
+        let ip: Result<std::net::IpAddr, _> = self.master_addr.parse();
+        ip.map_or(self.master_addr == "localhost", |ip| ip.is_loopback())
+    }
+
     /// The variables that say this again, in torchrun's names.
     pub fn to_variables(&self) -> Variables {
         let mut variables = Variables::new();
@@ -217,12 +225,13 @@ pub const LAUNCHER_VARIABLE: &str = "CROSSMESH_LAUNCHER";
 /// The name of the variable with the moment at which a launcher began to start a job: milliseconds since 1970.
 pub const STARTED_VARIABLE: &str = "CROSSMESH_STARTED_MS";
 
-/// How long after its job this process was started, where the launcher says. Clocks of hosts differ a little, and who is
-/// early is on time.
-pub fn started_late(variables: &Variables) -> Option<Duration> {
+/// How long after its job this process was started, and has come so far, where the launcher says. Clocks of hosts differ
+/// a little, and who is early is on time.
+pub fn late(variables: &Variables) -> Option<Late> {
     let started_ms: u64 = variables.get(STARTED_VARIABLE)?.trim().parse().ok()?;
-    let process_ms = now_ms().saturating_sub(process_age_ms().unwrap_or(0));
-    Some(Duration::from_millis(process_ms.saturating_sub(started_ms)))
+    let came = Duration::from_millis(now_ms().saturating_sub(started_ms));
+    let age = Duration::from_millis(process_age_ms().unwrap_or(0));
+    Some(Late { started: came.saturating_sub(age), came })
 }
 
 /// How long this process has been running: the 22nd number of its `stat`, behind its name, counts in hundredths of a

@@ -23,7 +23,9 @@ use crossmesh_core::id::Rank;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use crate::deadline::Deadline;
+use janitor::{Keeping, Kept, keep};
 
+pub mod janitor;
 mod output;
 mod remote;
 mod signals;
@@ -107,6 +109,8 @@ impl Outcome {
 /// Processes that end with this value.
 pub struct Job {
     running: BTreeMap<Rank, Child>,
+    /// Their groups, should we be killed.
+    groups: BTreeMap<Rank, Keeping>,
     ended: BTreeMap<Rank, ExitStatus>,
     output: output::Pumps,
     grace: Grace,
@@ -115,8 +119,10 @@ pub struct Job {
 impl Job {
     /// Starts all of them, or none. They end when the calling thread does.
     pub fn start(processes: Vec<Process>, on_line: OnLine, grace: Grace) -> Result<Self, LaunchError> {
+        raise_descriptor_limit();
         let mut job = Self {
             running: BTreeMap::new(),
+            groups: BTreeMap::new(),
             ended: BTreeMap::new(),
             output: output::Pumps::new(on_line),
             grace,
@@ -125,6 +131,7 @@ impl Job {
             let rank = process.rank;
             // On failure, dropping the job ends those that run already.
             let mut child = spawn(process)?;
+            job.groups.insert(rank, keep(Kept::Group(child.id())));
             let followed = job.output.follow(rank, &mut child);
             job.running.insert(rank, child);
             followed.map_err(LaunchError::Output)?;
@@ -182,6 +189,7 @@ impl Job {
         let ended: Vec<Rank> = self.running.iter().filter(|(_, c)| has_ended(c)).map(|(r, _)| *r).collect();
         let ended: Vec<(Rank, ExitStatus)> =
             ended.into_iter().filter_map(|rank| Some((rank, reap(self.running.remove(&rank)?)?))).collect();
+        ended.iter().for_each(|(rank, _)| drop(self.groups.remove(rank)));
         self.ended.extend(ended.iter().copied());
         ended
     }
@@ -211,6 +219,7 @@ impl Job {
         }
         for (rank, child) in std::mem::take(&mut self.running) {
             self.ended.extend(reap(child).map(|status| (rank, status)));
+            self.groups.remove(&rank);
         }
         let before = signals.count();
         self.output.finish(|| signals.count() > before);
@@ -223,6 +232,16 @@ impl Drop for Job {
             signal_group(&child, Signal::KILL);
             reap(child);
         }
+    }
+}
+
+/// Takes as many descriptors as the system allows: two for the output of every process, one for every connection. Where
+/// that is not enough, the call that fails says so.
+pub fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum {
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
     }
 }
 

@@ -81,26 +81,31 @@ pub struct Evidence {
     pub me: Rank,
     /// Ranks whose connection ended without a word: how, and which was the first.
     pub lost: BTreeMap<Rank, (String, usize)>,
-    /// Ranks that were reported to say nothing.
-    pub silent: BTreeSet<Rank>,
+    /// Ranks that were reported to say nothing, and by whom.
+    pub silent: BTreeMap<Rank, String>,
     pub faults: BTreeMap<Rank, Fault>,
-    /// Who reported, the first one first.
+    /// Whose part failed, the first one first.
     pub order: Vec<Rank>,
+    /// Everybody who reported anything.
+    pub reporters: BTreeSet<Rank>,
     /// Of every rank that is known.
     pub hosts: BTreeMap<Rank, String>,
+    /// Whom others were asked to look for.
+    pub looked_for: BTreeSet<Rank>,
     /// What came of one rank's attempt to reach another.
     pub reach: BTreeMap<(Rank, Rank), Reach>,
 }
 
 impl Evidence {
     pub fn new(me: Rank) -> Self {
-        let (lost, silent, faults, order, hosts, reach) = Default::default();
-        Self { me, lost, silent, faults, order, hosts, reach }
+        let (lost, silent, faults, order, reporters, hosts, looked_for, reach) = Default::default();
+        Self { me, lost, silent, faults, order, reporters, hosts, looked_for, reach }
     }
 
     pub fn add_fault(&mut self, rank: Rank, fault: Fault) {
         // Who says what was wrong has not died without a word.
         self.lost.remove(&rank);
+        self.reporters.insert(rank);
         if self.faults.insert(rank, fault).is_none() {
             self.order.push(rank);
         }
@@ -116,7 +121,7 @@ impl Evidence {
     /// Everybody who may be at fault, as far as anybody says.
     pub fn suspects(&self) -> BTreeSet<Rank> {
         let blamed = self.faults.values().filter_map(|fault| fault.blames);
-        blamed.chain(self.silent.iter().copied()).chain(self.lost.keys().copied()).collect()
+        blamed.chain(self.silent.keys().copied()).chain(self.lost.keys().copied()).collect()
     }
 
     /// A death that somebody saw is a death, whatever a look around would show.
@@ -158,7 +163,7 @@ impl Evidence {
     fn dead(&self) -> BTreeSet<Rank> {
         let refused = self.reach.iter().filter(|(_, reach)| **reach == Reach::Refused).map(|((_, to), _)| *to);
         // Who reported may have ended since.
-        let refused = refused.filter(|rank| !self.faults.contains_key(rank) && !self.answers(*rank));
+        let refused = refused.filter(|rank| !self.is_there(*rank));
         self.lost.keys().copied().chain(refused).collect()
     }
 
@@ -177,16 +182,22 @@ impl Evidence {
         rank == self.me || self.reach.iter().any(|((_, to), reach)| *to == rank && *reach == Reach::Answers)
     }
 
+    /// Whether it is there: somebody has reached it, or it has something to say.
+    fn is_there(&self, rank: Rank) -> bool {
+        self.answers(rank) || self.reporters.contains(&rank)
+    }
+
     /// Whom nobody reaches.
     fn unreached(&self) -> BTreeSet<Rank> {
         let missed = |reach: &Reach| matches!(reach, Reach::Mute | Reach::Unreachable);
         let missed = self.reach.iter().filter(|(_, reach)| missed(reach)).map(|((_, to), _)| *to);
-        missed.filter(|rank| !self.answers(*rank)).collect()
+        missed.filter(|rank| !self.is_there(*rank)).collect()
     }
 
     fn judge_unreached(&self) -> Option<Abort> {
         let unreached = self.unreached();
-        let worst = self.most_blamed(&unreached)?;
+        // Of the others we only know that we do not reach them.
+        let worst = self.most_blamed(&unreached.intersection(&self.looked_for).copied().collect())?;
         let (mine, none) = (self.host(self.me), "nothing was outstanding with it");
         let far = |rank: &&Rank| self.host(**rank) != mine;
         let not_even_its_host = |rank: &Rank| {
@@ -215,7 +226,7 @@ impl Evidence {
     /// Two that do not reach each other, though others reach both.
     fn judge_ways(&self) -> Option<Abort> {
         let cut = |((from, to), reach): &(&(Rank, Rank), &Reach)| {
-            **reach == Reach::Unreachable && from != to && self.answers(*to) && self.answers(*from)
+            **reach == Reach::Unreachable && from != to && self.is_there(*to) && self.is_there(*from)
         };
         let cuts: Vec<(Rank, Rank)> = self.reach.iter().filter(cut).map(|(pair, _)| *pair).collect();
         let waited = |(a, b): &&(Rank, Rank)| {
@@ -230,19 +241,21 @@ impl Evidence {
 
     /// All answer: the end of the chain of those who wait.
     fn judge_chain(&self) -> Option<Abort> {
-        let end = self.end_of_chain().or_else(|| self.silent.first().copied())?;
+        let end = self.end_of_chain().or_else(|| self.silent.keys().next().copied())?;
         let owns_up = |fault: &&Fault| !fault.hearsay && fault.blames.is_none_or(|blamed| blamed == end);
         if let Some(fault) = self.faults.get(&end).filter(owns_up) {
             return Some(self.abort(end, format!("failed: {}", fault.text)));
         }
         let seen = self.witness(end).or_else(|| Some(self.faults.get(&end)?.text.clone()));
+        let seen = seen.or_else(|| self.silent.get(&end).cloned());
         Some(self.abort(end, format!("is at fault: {}", seen.unwrap_or_else(|| "it said nothing".into()))))
     }
 
     /// Among some, whom others waited for.
     fn most_blamed(&self, among: &BTreeSet<Rank>) -> Option<Rank> {
         let blamed = |rank: &&Rank| self.faults.values().any(|fault| fault.blames == Some(**rank));
-        among.iter().find(blamed).or_else(|| self.silent.intersection(among).next()).or(among.first()).copied()
+        let silent = || among.iter().find(|rank| self.silent.contains_key(rank));
+        among.iter().find(blamed).or_else(silent).or(among.first()).copied()
     }
 
     /// Whom the one waits for that a rank waits for, and so on, starting from everybody who saw something: where most
@@ -296,10 +309,12 @@ mod tests {
         Evidence {
             me: Rank(0),
             lost: lost.iter().map(|r| (Rank(*r), (DIED.to_string(), 0))).collect(),
-            silent: silent.iter().map(|r| Rank(*r)).collect(),
+            silent: silent.iter().map(|r| (Rank(*r), "r0 heard nothing".into())).collect(),
             faults: faults.iter().map(|(r, blames)| (Rank(*r), fault(*blames))).collect(),
             order: faults.iter().map(|(r, _)| Rank(*r)).collect(),
+            reporters: faults.iter().map(|(r, _)| Rank(*r)).collect(),
             hosts: (0..8).map(|r| (Rank(r), format!("h{}", r / 2))).collect(),
+            looked_for: silent.iter().map(|r| Rank(*r)).collect(),
             reach: (1..8)
                 .filter(|r| !lost.contains(r))
                 .map(|r| ((Rank(0), Rank(r)), reach(&r)))

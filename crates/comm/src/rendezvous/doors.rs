@@ -19,6 +19,8 @@ use crate::deadline::{Deadline, Socket, StreamError};
 const KNOCK: Duration = Duration::from_millis(500);
 /// A door that hung up on us may have been crowded.
 const RETRY: Duration = Duration::from_millis(20);
+/// Connections that may wait to be accepted, where the system allows as many.
+const BACKLOG: i32 = 4096;
 /// A peer connects once for each program; more than a few at a time are a mistake.
 const MAX_WAITING: usize = 8;
 
@@ -45,6 +47,9 @@ impl Doors {
         let unix = UnixListener::bind_addr(&UnixAddr::from_abstract_name(&unix_name)?)?;
         tcp.set_nonblocking(true)?;
         unix.set_nonblocking(true)?;
+        // Thousands may come at once.
+        rustix::net::listen(&tcp, BACKLOG)?;
+        rustix::net::listen(&unix, BACKLOG)?;
         Ok(Self { tcp, unix, tcp_addr, unix_name })
     }
 }

@@ -303,7 +303,7 @@ fn limits(patience: &Patience, now: u64) -> Limits {
         silence_ns: patience.silence.as_nanos() as u64,
         barrier_ns: patience.barrier.as_nanos() as u64,
         local_world: patience.local_world,
-        late_s: patience.is_late().then(|| patience.started_late.unwrap_or_default().as_secs_f64()),
+        late_s: patience.late.filter(|_| patience.is_late(|l| l.came)).map(|late| late.came.as_secs_f64()),
     }
 }
 
@@ -417,13 +417,15 @@ impl Attempts {
     fn verdict(&self, ticket: &Ticket<'_>, root: Rank, addr: &str) -> Abort {
         let (waited_s, cause) = (ticket.patience.arrive.allowed_s(), &self.cause);
         let (there, me) = ((root, ticket.master.0.to_string()), (ticket.rank, ticket.host.to_string()));
-        if ticket.patience.is_late() && !self.was_there {
-            let late_s = ticket.patience.started_late.unwrap_or_default().as_secs_f64();
-            return Abort::new(
-                me.0,
-                me.1,
-                format!("came too late: it was started {late_s:.1} s after its job, and nobody was left at {addr}"),
-            );
+        let late = ticket.patience.late.filter(|_| ticket.patience.is_late(|late| late.came) && !self.was_there);
+        if let Some(late) = late {
+            let late_s = late.came.as_secs_f64();
+            let text = format!("came too late: {late_s:.1} s after its job began, when nobody was left at {addr}");
+            // Had it been started in time, the others may have been as slow.
+            return match ticket.patience.is_late(|late| late.started) {
+                true => Abort::new(me.0, me.1, text),
+                false => Abort::either(there, me, text),
+            };
         }
         if self.was_there && !self.mute && self.refused >= GONE_TRIES {
             return Abort::new(there.0, there.1, format!("is gone: it listened at {addr}, and now {cause}"));
@@ -432,7 +434,7 @@ impl Attempts {
         if self.mute {
             return Abort::new(there.0, there.1, format!("does not answer; {text}"));
         }
-        if !self.dark && ticket.patience.started_late.is_some() {
+        if !self.dark && ticket.patience.late.is_some() {
             return Abort::new(there.0, there.1, format!("did not arrive; {text}"));
         }
         let hint = "\nhint: is rank 0 running, and MASTER_ADDR right?";

@@ -55,16 +55,23 @@ pub struct Patience {
     pub silence: Duration,
     /// For the last at a barrier, after the first.
     pub barrier: Duration,
-    /// How long after its job this process was started, where the launcher says.
-    pub started_late: Option<Duration>,
+    /// How long after its job this process was started, and has come to meet the others, where the launcher says.
+    pub late: Option<Late>,
     /// How many ranks are on this host, where the launcher says.
     pub local_world: Option<u32>,
 }
 
+/// How long after its job a process did what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Late {
+    pub started: Duration,
+    pub came: Duration,
+}
+
 impl Patience {
-    /// Whether the others had given up before this process was started.
-    fn is_late(&self) -> bool {
-        self.started_late.is_some_and(|late| late.as_secs_f64() >= self.arrive.allowed_s())
+    /// Whether the others had given up before.
+    fn is_late(&self, after: impl Fn(Late) -> Duration) -> bool {
+        self.late.is_some_and(|late| after(late).as_secs_f64() >= self.arrive.allowed_s())
     }
 }
 

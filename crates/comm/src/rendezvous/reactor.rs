@@ -120,6 +120,7 @@ struct Reactor {
 
 /// Starts the loop in a thread of its own.
 pub fn start(mut setup: Setup) -> io::Result<Post> {
+    crate::launch::raise_descriptor_limit();
     let poller = epoll::create(epoll::CreateFlags::CLOEXEC)?;
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
     let (sender, commands) = std::sync::mpsc::channel();

@@ -82,8 +82,17 @@ impl Root {
 impl Node {
     pub(super) fn hang_under(&mut self, link: LinkId, entry: Entry, now: u64) {
         self.known.insert(entry.rank, entry.clone());
-        let (pulse, clock) = (Pulse::default(), None);
-        self.up = Some(Up { link, entry, heard_ns: now, pulse, clock, hears_root: true, given_up: false });
+        self.up = Some(Up {
+            link,
+            entry,
+            heard_ns: now,
+            pulse: Pulse::default(),
+            clock: None,
+            hears_root: true,
+            checks: 0,
+            checking: false,
+            given_up: false,
+        });
         self.next_ping_ns = now + self.ping_ns();
     }
 
@@ -128,8 +137,8 @@ impl Node {
     }
 
     fn add_down(&mut self, now: u64, link: LinkId, entry: Entry) {
-        let (ready, waiting, bye, given_up) = (0, 0, false, false);
-        self.down.insert(link, Down { entry, heard_ns: now, ready, waiting, bye, given_up });
+        let (ready, waiting, bye, checks, checking, given_up) = Default::default();
+        self.down.insert(link, Down { entry, heard_ns: now, ready, waiting, bye, checks, checking, given_up });
     }
 
     /// Somebody hangs under us from now on. Where it can be reached it says next.
@@ -243,7 +252,7 @@ impl Node {
     /// Nobody came, and this process was started when the others had given up.
     fn own_lateness(&self, root: &Root) -> Option<Abort> {
         let late_s = self.limits.late_s.filter(|_| root.entries.len() == 1)?;
-        let text = format!("came too late: it was started {late_s:.1} s after its job, and nobody was left");
+        let text = format!("came too late: {late_s:.1} s after its job began, when nobody was left");
         Some(Abort::new(self.me.rank, self.me.host.clone(), text))
     }
 

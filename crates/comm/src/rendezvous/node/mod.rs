@@ -33,6 +33,8 @@ pub const FAN_OUT: usize = 16;
 const MS: u64 = 1_000_000;
 /// While something is wrong, deadlines are looked at this often.
 const LOOK_NS: u64 = 20 * MS;
+/// How often somebody may be silent and answer a question all the same, before it is reported.
+const MAX_CHECKS: u32 = 3;
 /// And otherwise at least this often.
 const LONGEST_SLEEP_NS: u64 = 1_000 * MS;
 
@@ -151,6 +153,9 @@ struct Up {
     /// What it knows of its own clock, and whether it hears the root.
     clock: Option<ClockOffset>,
     hears_root: bool,
+    /// How often it was silent and then answered all the same; whether it is being asked.
+    checks: u32,
+    checking: bool,
     /// It was reported, and is no help.
     given_up: bool,
 }
@@ -164,6 +169,8 @@ struct Down {
     ready: u64,
     waiting: u64,
     bye: bool,
+    checks: u32,
+    checking: bool,
     /// It was reported.
     given_up: bool,
 }
@@ -298,11 +305,6 @@ impl Node {
         ping_ns(self.limits.silence_ns)
     }
 
-    /// How long somebody may say nothing before it is reported.
-    fn patience_ns(&self) -> u64 {
-        self.limits.silence_ns + 2 * self.ping_ns()
-    }
-
     /// Whether the parent was heard a moment ago.
     fn up_is_well(&self, now: u64) -> bool {
         let recent = |up: &Up| now.saturating_sub(up.heard_ns) <= 3 * self.ping_ns();
@@ -337,10 +339,10 @@ impl Node {
 
     fn on_said(&mut self, now: u64, link: LinkId, say: Say) {
         if let Some(up) = self.up.as_mut().filter(|up| up.link == link) {
-            up.heard_ns = now;
+            (up.heard_ns, up.checks) = (now, 0);
         }
         if let Some(down) = self.down.get_mut(&link) {
-            down.heard_ns = now;
+            (down.heard_ns, down.checks) = (now, 0);
         }
         match say {
             Say::Abort(abort) => self.conclude(now, abort, Some(link)),
@@ -373,6 +375,7 @@ impl Node {
             None => "is gone: its process died or its host was cut off".into(),
         };
         if let Some(up) = self.up.take_if(|up| up.link == link) {
+            self.lose_the_root();
             return self.lose(now, up.entry, how);
         }
         if let Some(down) = self.down.remove(&link) {
@@ -433,7 +436,9 @@ impl Node {
         up.clock = clock;
         up.hears_root = root;
         let trip = RoundTrip { sent_ns, there_ns, answered_ns, back_ns: now };
-        if up.pulse.answered(trip) && self.all_in.is_some() {
+        let first = up.pulse.answered(trip);
+        // Until there is something to compare with, and a few times more.
+        if (first || self.clock(now).is_none()) && self.all_in.is_some() {
             self.send(link, Say::Ping { sent_ns: now });
         }
     }
@@ -447,23 +452,50 @@ impl Node {
         }
     }
 
-    /// Notes who has said nothing for too long.
+    /// Asks whoever has said nothing for too long whether it is there; a busy machine is no dead one.
     fn look_for_silence(&mut self, now: u64) {
-        let patience = self.patience_ns();
-        let mut silent = vec![];
-        if let Some(up) = self.up.as_mut().filter(|up| !up.given_up && now > up.heard_ns + patience) {
-            up.given_up = true;
-            silent.push((up.entry.clone(), now - up.heard_ns));
+        let silence = self.limits.silence_ns;
+        let mut silent: Vec<(LinkId, Entry)> = vec![];
+        if let Some(up) = self.up.as_mut().filter(|up| !up.given_up && !up.checking && now > up.heard_ns + silence) {
+            up.checking = true;
+            silent.push((up.link, up.entry.clone()));
         }
-        for down in self.down.values_mut() {
-            if !down.given_up && !down.bye && now > down.heard_ns + patience {
-                down.given_up = true;
-                silent.push((down.entry.clone(), now - down.heard_ns));
+        for (link, down) in &mut self.down {
+            if !down.given_up && !down.bye && !down.checking && now > down.heard_ns + silence {
+                down.checking = true;
+                silent.push((*link, down.entry.clone()));
             }
         }
-        for (entry, silent_ns) in silent {
-            self.report(now, Some(entry), Notice::Silent { silent_ms: silent_ns / MS });
+        silent.into_iter().for_each(|(link, entry)| self.check(now, link, &entry));
+    }
+
+    /// What came of that.
+    fn checked(&mut self, now: u64, link: LinkId, reach: Reach) {
+        let (heard, checks, checking, given_up, entry) = match self.up.as_mut().filter(|up| up.link == link) {
+            Some(up) => (&mut up.heard_ns, &mut up.checks, &mut up.checking, &mut up.given_up, up.entry.clone()),
+            None => {
+                let Some(down) = self.down.get_mut(&link) else { return };
+                let entry = down.entry.clone();
+                (&mut down.heard_ns, &mut down.checks, &mut down.checking, &mut down.given_up, entry)
+            }
+        };
+        *checking = false;
+        let silent_ns = now.saturating_sub(*heard);
+        // It may have spoken meanwhile.
+        if silent_ns <= self.limits.silence_ns {
+            return;
         }
+        *checks += 1;
+        if reach == Reach::Answers && *checks <= MAX_CHECKS {
+            *heard = now;
+            return;
+        }
+        *given_up = true;
+        let above = self.up.as_ref().is_some_and(|up| up.link == link);
+        if above {
+            self.lose_the_root();
+        }
+        self.report(now, Some(entry), Notice::Silent { silent_ms: silent_ns / MS });
     }
 
     /// If we were away for longer than anybody may be, whatever comes to light now is our own doing.

@@ -19,20 +19,23 @@ use crate::rendezvous::blame::Evidence;
 use crate::rendezvous::message::{Notice, Reach, Report, Say};
 use crate::rendezvous::{Abort, Entry, Fault};
 
-/// Who does not answer a question within this time does not answer.
-const PROBE_NS: u64 = 500 * MS;
-/// And whom others look for, within this.
-const SEEN_NS: u64 = PROBE_NS + 100 * MS;
-/// An inquiry takes no longer than this.
-const INQUIRY_NS: u64 = 1_000 * MS;
+/// Who does not answer a question within this time does not answer; more where ranks are more patient anyway.
+const SHORTEST_PROBE_NS: u64 = 500 * MS;
+const LONGEST_PROBE_NS: u64 = 1_000 * MS;
+/// What others look for takes a little longer.
+const SEEN_NS: u64 = 100 * MS;
+/// An inquiry takes no longer than its questions, and this.
+const INQUIRY_NS: u64 = 500 * MS;
 /// Without a verdict for so long, we say what we saw.
 const VERDICT_NS: u64 = 2_500 * MS;
 /// How many are looked for, and asked to look.
 const MAX_SUSPECTS: usize = 8;
 const MAX_REPORTERS: usize = 8;
-const MAX_ELECTIONS: u32 = 3;
+const MAX_ELECTIONS: u32 = 6;
+/// Others notice a loss at about the same time: before that, they know no better than we do.
+const NOTICE_NS: u64 = 30 * MS;
 /// To ask the root for addresses; it may be busy with everybody else.
-const WHERE_NS: u64 = 5_000 * MS;
+const WHERE_NS: u64 = 2_000 * MS;
 const WHERE_TRIES: u32 = 5;
 
 #[derive(Debug, Default)]
@@ -41,7 +44,11 @@ pub(super) struct Trouble {
     pending: Vec<Report>,
     since_ns: Option<u64>,
     election: Option<Election>,
+    /// When the next begins.
+    elect_ns: Option<u64>,
     elections: u32,
+    /// Who turned to us, in place of its parent.
+    appellants: BTreeSet<LinkId>,
     /// Who was asked to judge, in place of the parent.
     appealed: Option<LinkId>,
     /// Where we lead.
@@ -63,7 +70,6 @@ struct Election {
 struct Lead {
     evidence: Evidence,
     since_ns: Option<u64>,
-    suspects: BTreeSet<Rank>,
     looked: BTreeSet<Rank>,
 }
 
@@ -80,6 +86,8 @@ struct Asking {
 
 #[derive(Debug, Clone, PartialEq)]
 enum Why {
+    /// One that is silent on its own link: is it there?
+    Check { link: LinkId },
     Elect,
     Inquire,
     Probe { asker: LinkId },
@@ -111,8 +119,7 @@ impl Node {
     pub(super) fn lead(&mut self, _now: u64) {
         let mut evidence = Evidence::new(self.me.rank);
         evidence.hosts = self.known.values().map(|entry| (entry.rank, entry.host.clone())).collect();
-        let (suspects, looked) = Default::default();
-        self.trouble.lead.get_or_insert(Lead { evidence, since_ns: None, suspects, looked });
+        self.trouble.lead.get_or_insert(Lead { evidence, since_ns: None, looked: BTreeSet::new() });
     }
 
     /// The rank's own part of the job has failed.
@@ -122,8 +129,19 @@ impl Node {
         self.report(now, about, Notice::Fault(fault));
     }
 
-    pub(super) fn on_trouble(&mut self, now: u64, _link: LinkId, report: Report) {
+    pub(super) fn on_trouble(&mut self, now: u64, link: LinkId, report: Report) {
+        if self.asked.contains(&link) {
+            self.trouble.appellants.insert(link);
+        }
         self.consider(now, report);
+    }
+
+    /// We do not hear the root any more: whoever turned to us because we did looks for somebody else.
+    pub(super) fn lose_the_root(&mut self) {
+        let rank = self.me.rank;
+        for link in std::mem::take(&mut self.trouble.appellants) {
+            self.send(link, Say::Alive { rank, root: false });
+        }
     }
 
     /// Something is wrong: on to whoever judges.
@@ -147,13 +165,15 @@ impl Node {
         match self.trouble.appealed {
             Some(link) => self.send(link, Say::Trouble(report)),
             None if self.up_is_well(now) => self.send_up(Say::Trouble(report)),
-            None => self.elect(now),
+            None => {
+                self.trouble.elect_ns.get_or_insert(now + NOTICE_NS);
+            }
         }
     }
 
     /// Who is left, and hears the root?
     fn elect(&mut self, now: u64) {
-        if self.trouble.election.is_some() || self.trouble.lead.is_some() {
+        if self.trouble.election.is_some() || self.trouble.lead.is_some() || self.trouble.appealed.is_some() {
             return;
         }
         if self.trouble.elections >= MAX_ELECTIONS {
@@ -170,8 +190,20 @@ impl Node {
         self.count_votes(now);
     }
 
+    fn probe_ns(&self) -> u64 {
+        (self.limits.silence_ns / 2).clamp(SHORTEST_PROBE_NS, LONGEST_PROBE_NS)
+    }
+
+    /// Asks somebody who is silent on its own link. One whose address is not known cannot be asked.
+    pub(super) fn check(&mut self, now: u64, link: LinkId, entry: &Entry) {
+        match entry.is_known() {
+            true => self.ask(now, entry, Why::Check { link }),
+            false => self.checked(now, link, Reach::Unreachable),
+        }
+    }
+
     fn ask(&mut self, now: u64, entry: &Entry, why: Why) {
-        let patience = if matches!(why, Why::Where { .. }) { WHERE_NS } else { PROBE_NS };
+        let patience = if matches!(why, Why::Where { .. }) { WHERE_NS } else { self.probe_ns() };
         let by_ns = now + patience;
         let link = self.dial(entry, Role::Ask, by_ns);
         let asking = Asking { rank: entry.rank, by_ns, connected: false, answered: false, why };
@@ -232,11 +264,13 @@ impl Node {
     fn take_evidence(&mut self, now: u64, report: Report) {
         let Some(lead) = &mut self.trouble.lead else { return };
         lead.since_ns.get_or_insert(now);
+        lead.evidence.reporters.insert(report.by.rank);
         match (report.what, report.about) {
             (Notice::Fault(fault), _) => lead.evidence.add_fault(report.by.rank, fault),
             (Notice::Lost(how), Some(about)) => lead.evidence.add_lost(about.rank, how),
-            (Notice::Silent { .. }, Some(about)) => {
-                lead.evidence.silent.insert(about.rank);
+            (Notice::Silent { silent_ms }, Some(about)) => {
+                let seen = format!("{} heard nothing of it for {silent_ms} ms", report.by.rank);
+                lead.evidence.silent.entry(about.rank).or_insert(seen);
             }
             (_, None) => {}
         }
@@ -249,13 +283,13 @@ impl Node {
         let me = self.me.rank;
         let reachable = |rank: &Rank| self.known.get(rank).is_some_and(Entry::is_known);
         let new: Vec<Rank> = lead.evidence.suspects().into_iter().filter(|r| reachable(r)).collect();
-        let new: Vec<Rank> = new.into_iter().filter(|r| !lead.suspects.contains(r)).collect();
-        let room = MAX_SUSPECTS.saturating_sub(lead.suspects.len());
+        let new: Vec<Rank> = new.into_iter().filter(|r| !lead.evidence.looked_for.contains(r)).collect();
+        let room = MAX_SUSPECTS.saturating_sub(lead.evidence.looked_for.len());
         let new: Vec<Rank> = new.into_iter().take(room).collect();
-        lead.suspects.extend(new.iter().copied());
-        let reporters = lead.evidence.order.iter().take(MAX_REPORTERS).copied();
+        lead.evidence.looked_for.extend(new.iter().copied());
+        let reporters = lead.evidence.reporters.iter().take(MAX_REPORTERS).copied();
         let deputies = self.deputies.iter().map(|entry| entry.rank);
-        let mut asked: BTreeSet<Rank> = lead.suspects.iter().copied().chain(reporters).chain(deputies).collect();
+        let mut asked: BTreeSet<Rank> = lead.evidence.looked_for.iter().copied().chain(reporters).chain(deputies).collect();
         asked.retain(|rank| *rank != me && reachable(rank) && !lead.looked.contains(rank));
         lead.looked.extend(asked.iter().copied());
         let observers: Vec<LinkId> = self.observers().collect();
@@ -273,10 +307,11 @@ impl Node {
     }
 
     fn send_to_look(&mut self, now: u64, link: LinkId, suspects: &[Rank]) {
+        let probe_ns = self.probe_ns();
         let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
         let at: Vec<Entry> = suspects.iter().filter(|r| **r != asking.rank).map(|r| self.known[r].clone()).collect();
         if !at.is_empty() {
-            (asking.answered, asking.by_ns) = (false, now + SEEN_NS);
+            (asking.answered, asking.by_ns) = (false, now + probe_ns + SEEN_NS);
             self.send(link, Say::Look { at });
         }
     }
@@ -288,14 +323,14 @@ impl Node {
         }
         let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
         asking.connected = true;
-        let suspects = self.trouble.lead.iter().flat_map(|lead| lead.suspects.iter().copied());
+        let suspects = self.trouble.lead.iter().flat_map(|lead| lead.evidence.looked_for.iter().copied());
         match asking.why.clone() {
             Why::Inquire => {
                 let rank = asking.rank;
                 let at = suspects.filter(|r| *r != rank).filter_map(|r| self.known.get(&r).cloned()).collect();
                 self.send(link, Say::Look { at });
             }
-            Why::Elect | Why::Probe { .. } => self.send(link, Say::Look { at: vec![] }),
+            Why::Check { .. } | Why::Elect | Why::Probe { .. } => self.send(link, Say::Look { at: vec![] }),
             Why::Where { missing, .. } => self.send(link, Say::Where(missing)),
             Why::Deliver => {
                 let verdict = self.verdict.clone();
@@ -322,7 +357,12 @@ impl Node {
     pub(super) fn on_answer(&mut self, now: u64, link: LinkId, say: Say) {
         let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
         let (me, rank) = (self.me.rank, asking.rank);
+        let seen_by_ns = now + (self.limits.silence_ns / 2).clamp(SHORTEST_PROBE_NS, LONGEST_PROBE_NS) + SEEN_NS;
         match (say, asking.why.clone()) {
+            (Say::Alive { root: false, .. }, Why::Elect) if self.trouble.appealed == Some(link) => {
+                self.trouble.appealed = None;
+                self.trouble.elect_ns = Some(now + NOTICE_NS);
+            }
             (Say::Alive { root, .. }, Why::Elect) => {
                 asking.answered = true;
                 if let Some(election) = &mut self.trouble.election {
@@ -334,13 +374,13 @@ impl Node {
             (Say::Alive { .. }, Why::Inquire) => {
                 let lead = self.trouble.lead.as_mut();
                 // Where there is somebody else to look at, that is still to come.
-                asking.answered = lead.as_ref().is_none_or(|lead| lead.suspects.iter().all(|s| *s == rank));
-                asking.by_ns = now + SEEN_NS;
+                asking.answered = lead.as_ref().is_none_or(|lead| lead.evidence.looked_for.iter().all(|s| *s == rank));
+                asking.by_ns = seen_by_ns;
                 if let Some(lead) = lead {
                     lead.evidence.reach.insert((me, rank), Reach::Answers);
                 }
             }
-            (Say::Alive { .. }, Why::Probe { .. }) => self.resolve(now, link, Reach::Answers),
+            (Say::Alive { .. }, Why::Probe { .. } | Why::Check { .. }) => self.resolve(now, link, Reach::Answers),
             (Say::Seen { by, reach }, Why::Inquire) if by == rank => {
                 asking.answered = true;
                 let seen = reach.into_iter().map(|(to, reach)| ((by, to), reach));
@@ -358,11 +398,13 @@ impl Node {
     }
 
     pub(super) fn on_asking_closed(&mut self, now: u64, link: LinkId) {
+        self.trouble.appellants.remove(&link);
         let looked = self.trouble.looking.remove(&link).is_some();
         if self.trouble.appealed == Some(link) {
             self.trouble.appealed = None;
             self.trouble.asking.remove(&link);
-            return self.elect(now);
+            self.trouble.elect_ns = Some(now + NOTICE_NS);
+            return;
         }
         if !looked {
             self.resolve(now, link, Reach::Refused);
@@ -391,6 +433,7 @@ impl Node {
                 }
             }
             Why::Probe { asker } => self.saw(asker, rank, reach),
+            Why::Check { link } => self.checked(now, link, reach),
             Why::Where { wanted, missing, tries } => self.resolve_where(now, rank, reach, (wanted, missing, tries)),
             Why::Elect | Why::Deliver => {}
         }
@@ -411,7 +454,9 @@ impl Node {
     fn resolve_where(&mut self, now: u64, root: Rank, reach: Reach, ask: (Vec<Rank>, Vec<Rank>, u32)) {
         let (wanted, missing, tries) = ask;
         let Some(entry) = self.known.get(&root).cloned() else { return };
-        if tries < WHERE_TRIES {
+        // As long as the root is heard, it is busy.
+        let most = if reach == Reach::Mute { WHERE_TRIES } else { 1 };
+        if tries < most && self.hears_root(now) {
             return self.ask(now, &entry, Why::Where { wanted, missing, tries: tries + 1 });
         }
         let what = match reach {
@@ -426,6 +471,9 @@ impl Node {
         let late: Vec<LinkId> = self.trouble.asking.iter().filter(|(_, a)| late(a)).map(|(l, _)| *l).collect();
         for link in late {
             self.give_up_asking(now, link);
+        }
+        if self.trouble.elect_ns.take_if(|at| now >= *at).is_some() {
+            self.elect(now);
         }
         self.judge(now);
         let waits = self.trouble.lead.is_none() && self.verdict.is_none();
@@ -457,7 +505,7 @@ impl Node {
         });
         let clear = lead.evidence.is_clear_without_a_look() || looked;
         let settled = now >= since + lead.evidence.settles_after_ns(looked) && clear;
-        if !settled && !(all && looked) && now < since + INQUIRY_NS {
+        if !settled && !(all && looked) && now < since + self.probe_ns() + INQUIRY_NS {
             return;
         }
         if let Some(abort) = lead.evidence.judge() {

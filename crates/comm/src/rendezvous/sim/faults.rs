@@ -25,7 +25,8 @@ struct Case {
 impl Case {
     fn of(seed: u64) -> Self {
         let mut dice = Dice(seed.wrapping_mul(0x9e3779b97f4a7c15) + 1);
-        let (n, num_hosts) = (3 + dice.roll(40), 2 + dice.roll(5));
+        let n = 3 + dice.roll(40);
+        let num_hosts = (2 + dice.roll(5)).min(n);
         let hosts: Vec<usize> = (0..n).map(|i| i * num_hosts / n).collect();
         let num_hosts = hosts.last().unwrap() + 1;
         // The root is as good a victim as all others together.
@@ -73,6 +74,8 @@ impl Case {
         let (culprit, or) = (abort.culprit, abort.or.as_ref().map(|or| or.0));
         let two_hosts = self.hosts.last() == Some(&1);
         match self.fault {
+            // It was stopped before it came to itself, and only knows that it is late.
+            SimFault::Stop(i) if by == i && self.at_ns < 300 * MS && or.is_some() => culprit == Rank(i as u32),
             SimFault::Kill(i) | SimFault::Stop(i) => (culprit, or) == (Rank(i as u32), None),
             SimFault::Continue(_) => unreachable!("it is no fault"),
             SimFault::Isolate(host) => match or {

@@ -177,7 +177,7 @@ impl Sim {
             arrive_s: self.arrive_ns as f64 / 1e9,
             silence_ns: SILENCE_NS,
             barrier_ns: 60_000 * MS,
-            late_s: None,
+            late_s: (self.now > self.arrive_ns).then_some(self.now as f64 / 1e9),
             local_world: Some(self.processes.iter().filter(|p| p.host == self.processes[0].host).count() as u32),
         }
     }
