@@ -14,9 +14,7 @@ use crossmesh_comm::environment::{Place, Variables, late};
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_comm::flight::FlightRecord;
-use crossmesh_comm::rendezvous::{
-    Abort, Fault, Links, Log, Meeting, OnAbort, Patience, RendezvousError,
-};
+use crossmesh_comm::rendezvous::{Abort, Fault, Links, Log, Meeting, OnAbort, Patience, RendezvousError};
 use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};

@@ -173,7 +173,9 @@ impl Case {
             (Fault::Cable(host), [_, _]) if on(host) => Score::CannotTell,
             // Nobody is at fault but the way: both ends, or what is known to have come from neither.
             (Fault::Between(a, b), [_, _]) if on(a) && on(b) => Score::Right,
-            (Fault::Between(a, b), [_]) if line.contains("did not arrive") && (on(a) || on(b)) => Score::Right,
+            (Fault::Between(a, b), [_]) if line.contains("did not arrive") && (on(a) || on(b)) => {
+                Score::Right
+            }
             (Fault::Cable(_) | Fault::Between(..), _) => Score::Wrong,
             (_, [one]) if Some(*one) == self.victim() => Score::Right,
             (_, [a, b]) if [a, b].iter().any(|r| Some(**r) == self.victim()) => Score::CannotTell,
@@ -335,7 +337,8 @@ fn run(case: &Case) -> Vec<Said> {
         (0..case.hosts.len()).all(|rank| !case.is_survivor(rank) || ends.contains_key(&rank))
     });
     let said = |rank: usize| {
-        let text = std::fs::read_to_string(running.scratch.path().join(format!("r{rank}"))).unwrap_or_default();
+        let text =
+            std::fs::read_to_string(running.scratch.path().join(format!("r{rank}"))).unwrap_or_default();
         let named = Named::of(&text);
         let (score, line) = match named {
             Some((named, line)) => (case.score(&named, &line), line),
@@ -394,7 +397,10 @@ fn assert_right(results: &[(Case, Vec<Said>)]) {
             counts[3] += usize::from(late);
         }
         if worst != Score::Right || late {
-            println!("seed {}: {:?} {:?} +{:?} on {:?}", case.seed, case.fault, case.when, case.delay, case.hosts);
+            println!(
+                "seed {}: {:?} {:?} +{:?} on {:?}",
+                case.seed, case.fault, case.when, case.delay, case.hosts
+            );
             said.iter().for_each(|s| println!("    [{}] {:?} {:.1?}: {}", s.rank, s.score, s.after, s.line));
         }
     }
@@ -402,7 +408,14 @@ fn assert_right(results: &[(Case, Vec<Said>)]) {
     for ((kind, when), [right, cannot, wrong, late]) in &table {
         println!("| {kind} | {when:?} | {right} | {cannot} | {wrong} | {late} |");
     }
-    println!("{} faults: {} right, {} cannot tell, {} wrong, {} late", results.len(), totals[0], totals[1], totals[2], totals[3]);
+    println!(
+        "{} faults: {} right, {} cannot tell, {} wrong, {} late",
+        results.len(),
+        totals[0],
+        totals[1],
+        totals[2],
+        totals[3]
+    );
     assert_eq!(totals[2], 0, "innocents were named");
     // One in a hundred; of a few, one.
     assert!(totals[1] <= (results.len() / 100).max(1), "too many cannot tell");

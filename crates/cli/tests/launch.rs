@@ -28,7 +28,10 @@ fn every_rank_knows_its_place() {
 /// A reader that takes its time gets every line.
 #[test]
 fn a_slow_reader_gets_all_of_the_output() {
-    let pipe = format!("({} launch -n 1 -- sh -c 'seq 1 18000') | (sleep 2; wc -l)", env!("CARGO_BIN_EXE_crossmesh"));
+    let pipe = format!(
+        "({} launch -n 1 -- sh -c 'seq 1 18000') | (sleep 2; wc -l)",
+        env!("CARGO_BIN_EXE_crossmesh")
+    );
     let out = Command::new("sh").args(["-c", &pipe]).stdin(Stdio::null()).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&out.stdout).trim(), "18000");
 }

@@ -45,7 +45,7 @@ fn ten_thousand_strangers_neither_stop_a_job_nor_fill_its_memory() {
     let (came, over) = (AtomicU64::new(0), AtomicBool::new(false));
     let program = env!("CARGO_BIN_EXE_crossmesh");
     // The job starts among them, and goes on until all have come.
-    let plan = ["run", "u8[65536]@A{x:1}(_)", "u8[65536]@B{x:2}(_)", "--repeat", "100000000"];
+    let plan = ["run", "u8[4194304]@A{x:1}(_)", "u8[4194304]@B{x:2}(_)", "--repeat", "100000"];
     std::thread::scope(|scope| {
         scope.spawn(|| crowd(port, &came, &over));
         let mut command = Command::new(program);
@@ -71,9 +71,8 @@ fn ten_thousand_strangers_neither_stop_a_job_nor_fill_its_memory() {
 fn too_little_memory_is_an_error() {
     let program = env!("CARGO_BIN_EXE_crossmesh");
     for kib in [30_000, 40_000, 60_000] {
-        let line = format!(
-            "ulimit -v {kib}; exec {program} run 'u8[65536]@A{{x:1}}(_)' 'u8[65536]@B{{x:2}}(_)'"
-        );
+        let line =
+            format!("ulimit -v {kib}; exec {program} run 'u8[65536]@A{{x:1}}(_)' 'u8[65536]@B{{x:2}}(_)'");
         let said = Command::new("sh").args(["-c", &line]).stdin(Stdio::null()).output().unwrap();
         let stderr = String::from_utf8_lossy(&said.stderr);
         assert!(!stderr.contains("panicked") && !stderr.contains("stack backtrace"), "{stderr}");

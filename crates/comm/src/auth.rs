@@ -93,6 +93,13 @@ impl Secret {
         }
     }
 
+    /// The secret of another attempt of the same job: whoever still holds on to an earlier one is a stranger.
+    pub fn again(&self, attempt: u32) -> Self {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        hasher.update(b"crossmesh 1 attempt").update(&attempt.to_le_bytes());
+        Self(*hasher.finalize().as_bytes())
+    }
+
     /// The form that is handed to the processes of a job, in their environment.
     pub fn to_hex(&self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
@@ -523,14 +530,16 @@ mod tests {
 
     #[test]
     fn a_name_that_others_can_guess_is_no_secret_beyond_this_host() {
-        let vars = |pairs: &[(&str, &str)]| pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
+        let vars =
+            |pairs: &[(&str, &str)]| pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
         let slurm: Variables = vars(&[("SLURM_JOB_ID", "4711"), ("SLURM_STEP_ID", "0")]);
         let run = vars(&[("TORCHELASTIC_RUN_ID", "none"), ("MASTER_PORT", "29500")]);
         let pmi = vars(&[("PMI_JOBID", "7")]);
         for (launcher, variables) in [("Slurm", &slurm), ("torchrun", &run), ("PMI", &pmi)] {
             for addr in ["node1", "10.0.0.1", "0.0.0.0", "::"] {
                 let error = Secret::of_job(&place(launcher, addr), variables).unwrap_err().to_string();
-                let expected = format!("the job that {launcher} started has no secret, and its ranks meet at {addr}");
+                let expected =
+                    format!("the job that {launcher} started has no secret, and its ranks meet at {addr}");
                 assert!(error.starts_with(&expected) && error.contains("openssl rand -hex 32"), "{error}");
             }
             for addr in ["127.0.0.1", "::1", "localhost"] {

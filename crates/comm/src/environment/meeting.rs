@@ -176,9 +176,15 @@ mod tests {
 
     #[test]
     fn addresses_and_ports_are_what_ranks_can_meet_at() {
-        assert_eq!(meet("torchrun", true, &[("MASTER_ADDR", "[::1]"), ("MASTER_PORT", "7")]), ("::1".into(), 7));
-        for (pair, variable) in [(("MASTER_PORT", "0"), "MASTER_PORT=0"), ((MASTER_VARIABLE, "a:0"), "CROSSMESH_MASTER=a:0")] {
-            let why = master(&Flags::default(), &vars(&[("MASTER_ADDR", "a"), pair]), "torchrun", true).unwrap_err();
+        assert_eq!(
+            meet("torchrun", true, &[("MASTER_ADDR", "[::1]"), ("MASTER_PORT", "7")]),
+            ("::1".into(), 7)
+        );
+        for (pair, variable) in
+            [(("MASTER_PORT", "0"), "MASTER_PORT=0"), ((MASTER_VARIABLE, "a:0"), "CROSSMESH_MASTER=a:0")]
+        {
+            let why = master(&Flags::default(), &vars(&[("MASTER_ADDR", "a"), pair]), "torchrun", true)
+                .unwrap_err();
             assert!(why.to_string().starts_with(variable), "{why}");
         }
     }

@@ -133,7 +133,8 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("crossmesh-janitor-{}", kept.id()));
         std::fs::create_dir_all(folder.join("inside")).unwrap();
         let mut pipe = janitor.stdin.take().unwrap();
-        let lines = format!("keep {}\nkeep {}\n", Kept::Group(kept.id()), Kept::Folder(folder.display().to_string()));
+        let lines =
+            format!("keep {}\nkeep {}\n", Kept::Group(kept.id()), Kept::Folder(folder.display().to_string()));
         pipe.write_all(lines.as_bytes()).unwrap();
         drop(pipe);
         janitor.wait().unwrap();

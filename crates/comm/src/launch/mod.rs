@@ -67,9 +67,13 @@ pub enum LaunchError {
     CannotStart { rank: Rank, program: String, cause: io::Error },
     #[error("cannot enter namespace {namespace}: {cause}")]
     NoNamespace { namespace: String, cause: io::Error },
-    #[error("cannot follow what the processes print: {0}\nhint: are threads, memory or descriptors limited (ulimit -u, -v, -n)?")]
+    #[error(
+        "cannot follow what the processes print: {0}\nhint: are threads, memory or descriptors limited (ulimit -u, -v, -n)?"
+    )]
     Output(io::Error),
-    #[error("`{0}` is no name of a host: it would be read as an option\nhint: host names begin with a letter or a digit")]
+    #[error(
+        "`{0}` is no name of a host: it would be read as an option\nhint: host names begin with a letter or a digit"
+    )]
     BadHost(String),
     #[error("cannot watch over signals: {0}")]
     Signals(io::Error),

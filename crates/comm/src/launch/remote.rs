@@ -84,7 +84,8 @@ mod tests {
     fn the_secret_is_in_no_argument() {
         let env = [("RANK", "3"), (SECRET_VARIABLE, "deadbeef")];
         let env = env.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
-        let process = remote_command(Rank(3), &["ssh".into()], "node7", &env, &["echo".into(), "a b".into()]).unwrap();
+        let process =
+            remote_command(Rank(3), &["ssh".into()], "node7", &env, &["echo".into(), "a b".into()]).unwrap();
         let args: Vec<_> = process.args.iter().map(|a| a.to_string_lossy().into_owned()).collect();
         assert_eq!(args[0], "node7");
         assert!(args.iter().all(|arg| !arg.contains("deadbeef")), "{args:?}");

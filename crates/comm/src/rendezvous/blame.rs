@@ -161,7 +161,8 @@ impl Evidence {
     }
 
     fn dead(&self) -> BTreeSet<Rank> {
-        let refused = self.reach.iter().filter(|(_, reach)| **reach == Reach::Refused).map(|((_, to), _)| *to);
+        let refused =
+            self.reach.iter().filter(|(_, reach)| **reach == Reach::Refused).map(|((_, to), _)| *to);
         // Who reported may have ended since.
         let refused = refused.filter(|rank| !self.is_there(*rank));
         self.lost.keys().copied().chain(refused).collect()
@@ -230,7 +231,8 @@ impl Evidence {
         };
         let cuts: Vec<(Rank, Rank)> = self.reach.iter().filter(cut).map(|(pair, _)| *pair).collect();
         let waited = |(a, b): &&(Rank, Rank)| {
-            let blames = |x: &Rank, y: &Rank| self.faults.get(x).is_some_and(|fault| fault.blames == Some(*y));
+            let blames =
+                |x: &Rank, y: &Rank| self.faults.get(x).is_some_and(|fault| fault.blames == Some(*y));
             blames(a, b) || blames(b, a)
         };
         let &(a, b) = cuts.iter().find(waited).or(cuts.first())?;
@@ -315,10 +317,7 @@ mod tests {
             reporters: faults.iter().map(|(r, _)| Rank(*r)).collect(),
             hosts: (0..8).map(|r| (Rank(r), format!("h{}", r / 2))).collect(),
             looked_for: silent.iter().map(|r| Rank(*r)).collect(),
-            reach: (1..8)
-                .filter(|r| !lost.contains(r))
-                .map(|r| ((Rank(0), Rank(r)), reach(&r)))
-                .collect(),
+            reach: (1..8).filter(|r| !lost.contains(r)).map(|r| ((Rank(0), Rank(r)), reach(&r))).collect(),
         }
     }
 

@@ -36,22 +36,22 @@ pub struct Doors {
 impl Doors {
     /// Opens both; `ip` is the address that the others reach us at.
     pub fn open(ip: IpAddr, rank: Rank) -> io::Result<Self> {
-        Self::beside(TcpListener::bind(SocketAddr::new(ip, 0))?, rank)
-    }
-
-    /// Opens the one for the host beside one for the network.
-    pub fn beside(tcp: TcpListener, rank: Rank) -> io::Result<Self> {
+        let tcp = TcpListener::bind(SocketAddr::new(ip, 0))?;
         let tcp_addr = tcp.local_addr()?;
         // A fresh name every time: tests run many ranks in one process.
         let unix_name = format!("crossmesh-{rank}-{}-{}", std::process::id(), tcp_addr.port());
         let unix = UnixListener::bind_addr(&UnixAddr::from_abstract_name(&unix_name)?)?;
-        tcp.set_nonblocking(true)?;
         unix.set_nonblocking(true)?;
-        // Thousands may come at once.
-        rustix::net::listen(&tcp, BACKLOG)?;
         rustix::net::listen(&unix, BACKLOG)?;
+        make_roomy(&tcp)?;
         Ok(Self { tcp, unix, tcp_addr, unix_name })
     }
+}
+
+/// Thousands may come at once, and nobody waits for them.
+pub fn make_roomy(listener: &TcpListener) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    Ok(rustix::net::listen(listener, BACKLOG)?)
 }
 
 /// Connections of other ranks, for tensors, until somebody asks for them.

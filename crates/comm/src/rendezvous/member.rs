@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::thread::Builder;
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use crossmesh_core::id::Rank;
 
-use super::doors::{Arrivals, Doors, knock};
+use super::doors::{Arrivals, Doors, knock, make_roomy};
 use super::node::{Command, Heard, Limits, Node};
 use super::reactor::{self, Post, Setup};
 use super::{Abort, Entry, Fault, Log, OnAbort, Patience, RendezvousError};
@@ -54,7 +54,14 @@ pub struct Member {
     /// What we were told in the end.
     aborted: Option<Abort>,
     post: Post,
+    thread: Option<JoinHandle<()>>,
     arrivals: Arc<Arrivals>,
+}
+
+/// Where the root is.
+enum Way {
+    Here(TcpListener),
+    There(Socket),
 }
 
 impl Member {
@@ -71,7 +78,7 @@ impl Member {
         let me = entry(ticket, &doors);
         let now = Monotonic.now_ns();
         let node = Node::member(me.clone(), root, 0, limits(&ticket.patience, now), now);
-        Self::start(ticket, node, me, doors, Some(Socket::Tcp(stream)), on_abort, log)
+        Self::start(ticket, node, me, doors, Way::There(Socket::Tcp(stream)), on_abort, log)
     }
 
     /// The same for the first rank, at a listener that is open already.
@@ -81,11 +88,12 @@ impl Member {
         on_abort: OnAbort,
         log: Log,
     ) -> Result<Self, RendezvousError> {
-        let doors = Doors::beside(listener, ticket.rank)?;
+        make_roomy(&listener)?;
+        let doors = Doors::open(listener.local_addr()?.ip(), ticket.rank)?;
         let me = entry(ticket, &doors);
         let now = Monotonic.now_ns();
         let node = Node::root(me.clone(), ticket.roster.clone(), limits(&ticket.patience, now), now);
-        Self::start(ticket, node, me, doors, None, on_abort, log)
+        Self::start(ticket, node, me, doors, Way::Here(listener), on_abort, log)
     }
 
     fn start(
@@ -93,13 +101,17 @@ impl Member {
         node: Node,
         me: Entry,
         doors: Doors,
-        root: Option<Socket>,
+        way: Way,
         on_abort: OnAbort,
         log: Log,
     ) -> Result<Self, RendezvousError> {
         let (heard, inbox) = channel();
         let arrivals = Arc::new(Arrivals::default());
-        let is_root = root.is_none();
+        let (root_door, root) = match way {
+            Way::Here(listener) => (Some(listener), None),
+            Way::There(socket) => (None, Some(socket)),
+        };
+        let is_root = root_door.is_some();
         let world = ticket.roster.last().map_or(0, |last| last.0 + 1);
         let secret = ticket.secret.clone();
         let setup = Setup {
@@ -107,6 +119,7 @@ impl Member {
             me: me.clone(),
             world,
             doors,
+            root_door,
             root,
             secret: secret.clone(),
             arrivals: arrivals.clone(),
@@ -114,7 +127,7 @@ impl Member {
             on_abort,
             log,
         };
-        let post = reactor::start(setup).map_err(RendezvousError::CannotStart)?;
+        let (post, thread) = reactor::start(setup).map_err(RendezvousError::CannotStart)?;
         let (world, told) = (ticket.roster.len(), vec![]);
         let mut member = Self {
             me,
@@ -129,6 +142,7 @@ impl Member {
             told,
             aborted: None,
             post,
+            thread: Some(thread),
             arrivals,
         };
         member.wait_for_all()?;
@@ -221,7 +235,10 @@ impl Member {
 
     /// Where the job is over, that is why something else did not work.
     fn or_aborted(&mut self, error: RendezvousError) -> RendezvousError {
-        while self.aborted.is_none() && self.post.is_over() && self.hear(Some(Deadline::after(VERDICT))).is_ok() {}
+        while self.aborted.is_none()
+            && self.post.is_over()
+            && self.hear(Some(Deadline::after(VERDICT))).is_ok()
+        {}
         self.aborted.clone().map_or(error, RendezvousError::Aborted)
     }
 
@@ -280,8 +297,13 @@ impl Member {
 }
 
 impl Drop for Member {
+    /// Its doors are closed afterwards: whoever is left may meet again, at the same place.
     fn drop(&mut self) {
         self.post.stop();
+        if let Some(thread) = self.thread.take() {
+            // A panic of that thread was printed; there is nothing to add.
+            let _ = thread.join();
+        }
     }
 }
 
@@ -332,7 +354,8 @@ fn resolve(master: (&str, u16), deadline: Deadline) -> std::io::Result<Vec<Socke
         let _ = found.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect));
     };
     Builder::new().name("resolver".into()).spawn(resolver)?;
-    let slow = || std::io::Error::new(std::io::ErrorKind::TimedOut, "its name could not be looked up in time");
+    let slow =
+        || std::io::Error::new(std::io::ErrorKind::TimedOut, "its name could not be looked up in time");
     answer.recv_timeout(deadline.left().unwrap_or_default()).map_err(|_| slow())?
 }
 
@@ -417,10 +440,12 @@ impl Attempts {
     fn verdict(&self, ticket: &Ticket<'_>, root: Rank, addr: &str) -> Abort {
         let (waited_s, cause) = (ticket.patience.arrive.allowed_s(), &self.cause);
         let (there, me) = ((root, ticket.master.0.to_string()), (ticket.rank, ticket.host.to_string()));
-        let late = ticket.patience.late.filter(|_| ticket.patience.is_late(|late| late.came) && !self.was_there);
+        let late =
+            ticket.patience.late.filter(|_| ticket.patience.is_late(|late| late.came) && !self.was_there);
         if let Some(late) = late {
             let late_s = late.came.as_secs_f64();
-            let text = format!("came too late: {late_s:.1} s after its job began, when nobody was left at {addr}");
+            let text =
+                format!("came too late: {late_s:.1} s after its job began, when nobody was left at {addr}");
             // Had it been started in time, the others may have been as slow.
             return match ticket.patience.is_late(|late| late.started) {
                 true => Abort::new(me.0, me.1, text),

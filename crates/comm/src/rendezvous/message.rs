@@ -24,39 +24,73 @@ pub enum Say {
     /// To the root: who came, and where it can be reached.
     Report(Entry),
     /// From the root: the rank to hang under, if it is not the root itself.
-    Welcome { parent: Option<Entry> },
+    Welcome {
+        parent: Option<Entry>,
+    },
     /// To the root: the rank hangs where it should.
     Settled,
     /// The ranks right under the root: whom to turn to where the root is gone, in this order.
     Deputies(Vec<Entry>),
     /// Everybody has arrived, on so many hosts.
-    AllIn { hosts: u32 },
+    AllIn {
+        hosts: u32,
+    },
     /// A whole subtree has come to a barrier.
-    Ready { round: u64 },
+    Ready {
+        round: u64,
+    },
     /// A part of a subtree has.
-    Waiting { round: u64 },
+    Waiting {
+        round: u64,
+    },
     /// Everybody is ready.
-    Go { round: u64 },
+    Go {
+        round: u64,
+    },
     /// Somebody keeps the others waiting: whoever has not come says so.
-    Overdue { round: u64 },
-    Late { rank: Rank },
+    Overdue {
+        round: u64,
+    },
+    Late {
+        rank: Rank,
+    },
     /// What the root should know of a rank.
-    Tell { round: u64, rank: Rank, text: String },
+    Tell {
+        round: u64,
+        rank: Rank,
+        text: String,
+    },
     /// To be answered at once.
-    Ping { sent_ns: u64 },
+    Ping {
+        sent_ns: u64,
+    },
     /// When the ping was sent, by the child's clock, and when it came and was answered, by the parent's; what the parent
     /// knows of its own clock, and whether it hears the root.
-    Pong { sent_ns: u64, there_ns: u64, answered_ns: u64, clock: Option<ClockOffset>, root: bool },
+    Pong {
+        sent_ns: u64,
+        there_ns: u64,
+        answered_ns: u64,
+        clock: Option<ClockOffset>,
+        root: bool,
+    },
     /// Something is wrong.
     Trouble(Report),
     /// The subtree is done; that its connection closes now means nothing.
     Bye,
     /// Are you there? And do you reach these?
-    Look { at: Vec<Entry> },
+    Look {
+        at: Vec<Entry>,
+    },
     /// Yes; and whether we hear the root.
-    Alive { rank: Rank, root: bool },
+    Alive {
+        rank: Rank,
+        root: bool,
+    },
     /// Whom we reach, and whom not.
-    Seen { by: Rank, reach: Vec<(Rank, Reach)> },
+    Seen {
+        by: Rank,
+        reach: Vec<(Rank, Reach)>,
+    },
     /// Where can these be reached?
     Where(Vec<Rank>),
     Entries(Vec<Entry>),
@@ -128,7 +162,8 @@ mod tests {
 
     #[test]
     fn messages_come_back_one_by_one() {
-        let said = [Say::Bye, Say::Ready { round: 7 }, Say::Tell { round: 1, rank: Rank(2), text: "é".into() }];
+        let said =
+            [Say::Bye, Say::Ready { round: 7 }, Say::Tell { round: 1, rank: Rank(2), text: "é".into() }];
         let mut bytes: Vec<u8> = said.iter().flat_map(Say::to_bytes).collect();
         for say in &said {
             let (parsed, len) = Say::parse(&bytes).unwrap().unwrap();

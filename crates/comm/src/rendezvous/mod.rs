@@ -112,7 +112,9 @@ pub enum RendezvousError {
         "cannot listen at {addr}: {cause}\nhint: MASTER_ADDR must be an address of this host, and MASTER_PORT free"
     )]
     CannotListen { addr: String, cause: std::io::Error },
-    #[error("cannot start the thread that meets the others: {0}\nhint: are threads, memory or descriptors limited (ulimit -u, -v, -n)?")]
+    #[error(
+        "cannot start the thread that meets the others: {0}\nhint: are threads, memory or descriptors limited (ulimit -u, -v, -n)?"
+    )]
     CannotStart(std::io::Error),
     #[error("the rendezvous at {addr}: {cause}")]
     Refused { addr: String, cause: AuthError },

@@ -10,12 +10,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
+use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
-use std::thread::Builder;
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use crossmesh_core::id::Rank;
@@ -49,7 +49,8 @@ const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(5);
 
 const TCP_DOOR: u64 = u64::MAX;
 const UNIX_DOOR: u64 = u64::MAX - 1;
-const WAKE: u64 = u64::MAX - 2;
+const ROOT_DOOR: u64 = u64::MAX - 2;
+const WAKE: u64 = u64::MAX - 3;
 const NO_EVENT: epoll::Event =
     epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
 
@@ -92,6 +93,8 @@ pub struct Setup {
     /// Ranks are below this.
     pub world: u32,
     pub doors: Doors,
+    /// Where everybody comes first, at the root.
+    pub root_door: Option<TcpListener>,
     /// The connection to the root, as link 0.
     pub root: Option<Socket>,
     pub secret: Secret,
@@ -119,7 +122,7 @@ struct Reactor {
 }
 
 /// Starts the loop in a thread of its own.
-pub fn start(mut setup: Setup) -> io::Result<Post> {
+pub fn start(mut setup: Setup) -> io::Result<(Post, JoinHandle<()>)> {
     crate::launch::raise_descriptor_limit();
     let poller = epoll::create(epoll::CreateFlags::CLOEXEC)?;
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
@@ -130,6 +133,9 @@ pub fn start(mut setup: Setup) -> io::Result<Post> {
     watch(setup.doors.tcp.as_fd(), TCP_DOOR)?;
     watch(setup.doors.unix.as_fd(), UNIX_DOOR)?;
     watch(post.wake.as_fd(), WAKE)?;
+    if let Some(door) = &setup.root_door {
+        watch(door.as_fd(), ROOT_DOOR)?;
+    }
     let root = setup.root.take();
     let on_abort = Some(std::mem::replace(&mut setup.on_abort, Box::new(|_| {})));
     let mut reactor = Reactor {
@@ -150,8 +156,8 @@ pub fn start(mut setup: Setup) -> io::Result<Post> {
         let wire = Wire::proven(root)?;
         reactor.insert(0, wire)?;
     }
-    Builder::new().name("member".into()).stack_size(STACK_BYTES).spawn(move || reactor.run())?;
-    Ok(post)
+    let thread = Builder::new().name("member".into()).stack_size(STACK_BYTES).spawn(move || reactor.run())?;
+    Ok((post, thread))
 }
 
 impl Reactor {
@@ -185,7 +191,8 @@ impl Reactor {
         let leaving = if self.leaving_ns.is_some() { 20 * MS } else { u64::MAX };
         let at = wake_ns.min(handshakes).min(redial).min(last);
         let wait_ns = at.saturating_sub(Monotonic.now_ns()).min(leaving);
-        let wait = Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
+        let wait =
+            Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
         epoll::wait(&self.poller, &mut events[..], Some(&wait)).unwrap_or(0)
     }
 
@@ -208,8 +215,7 @@ impl Reactor {
 
     fn take(&mut self, now: u64, data: u64) {
         match data {
-            TCP_DOOR => self.accept(now, true),
-            UNIX_DOOR => self.accept(now, false),
+            TCP_DOOR | UNIX_DOOR | ROOT_DOOR => self.accept(now, data),
             WAKE => drop(rustix::io::read(&self.post.wake, &mut [0; 8])),
             link => self.turn(now, link),
         }
@@ -224,11 +230,12 @@ impl Reactor {
         }
     }
 
-    fn accept(&mut self, now: u64, tcp: bool) {
+    fn accept(&mut self, now: u64, door: u64) {
         for _ in 0..64 {
-            let accepted = match tcp {
-                true => self.setup.doors.tcp.accept().map(|(stream, _)| Socket::Tcp(stream)),
-                false => accept_unix(&self.setup.doors.unix),
+            let accepted = match (door, &self.setup.root_door) {
+                (ROOT_DOOR, Some(listener)) => accept_tcp(listener),
+                (UNIX_DOOR, _) => self.setup.doors.unix.accept().map(|(stream, _)| Socket::Unix(stream)),
+                _ => accept_tcp(&self.setup.doors.tcp),
             };
             match accepted {
                 Ok(socket) => self.let_in(now, socket),
@@ -280,7 +287,8 @@ impl Reactor {
     fn turn(&mut self, now: u64, link: LinkId) {
         let Some(wire) = self.wires.get_mut(&link) else { return };
         let (node, arrivals, world) = (&self.setup.node, &self.setup.arrivals, self.setup.world);
-        let turn = wire.turn(self.setup.me.rank, &self.setup.secret, |claim| admit(node, arrivals, world, claim));
+        let turn =
+            wire.turn(self.setup.me.rank, &self.setup.secret, |claim| admit(node, arrivals, world, claim));
         self.took(now, link, turn);
         self.settle(now, link);
     }
@@ -484,8 +492,8 @@ fn flags(wants_write: bool) -> epoll::EventFlags {
     if wants_write { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN }
 }
 
-fn accept_unix(listener: &UnixListener) -> io::Result<Socket> {
-    Ok(Socket::Unix(listener.accept()?.0))
+fn accept_tcp(listener: &TcpListener) -> io::Result<Socket> {
+    Ok(Socket::Tcp(listener.accept()?.0))
 }
 
 fn blocking(socket: Socket) -> io::Result<Socket> {

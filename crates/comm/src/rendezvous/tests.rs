@@ -55,9 +55,19 @@ impl Venue {
         host: &str,
         secret: &Secret,
     ) -> Result<(Member, Receiver<Abort>), RendezvousError> {
+        self.join_those(rank, host, secret, (0..self.n).map(Rank).collect())
+    }
+
+    fn join_those(
+        &self,
+        rank: u32,
+        host: &str,
+        secret: &Secret,
+        roster: BTreeSet<Rank>,
+    ) -> Result<(Member, Receiver<Abort>), RendezvousError> {
         let (aborts, aborted) = channel();
         let on_abort: OnAbort = Box::new(move |abort| drop(aborts.send(abort.clone())));
-        let (master, rank, roster) = (("127.0.0.1", self.port), Rank(rank), (0..self.n).map(Rank).collect());
+        let (master, rank) = (("127.0.0.1", self.port), Rank(rank));
         let patience = patience(Deadline::after(self.arrive));
         let ticket = Ticket { master, rank, roster, host, secret, patience };
         Ok((Member::join(&ticket, on_abort, self.log())?, aborted))
@@ -66,7 +76,12 @@ impl Venue {
     /// Runs `each` as every rank, in threads.
     fn everyone<T: Send>(&self, each: impl Fn(u32) -> T + Sync) -> Vec<T> {
         std::thread::scope(|scope| {
-            let start = |rank| scope.spawn({ let each = &each; move || each(rank) });
+            let start = |rank| {
+                scope.spawn({
+                    let each = &each;
+                    move || each(rank)
+                })
+            };
             let threads: Vec<_> = (0..self.n).map(start).collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         })
@@ -135,7 +150,8 @@ fn many_ranks_meet_in_a_tree() {
 #[test]
 fn missing_ranks_are_named_to_those_who_came() {
     let venue = Venue { arrive: Duration::from_millis(500), ..Venue::new(4) };
-    for error in venue.everyone(|rank| (rank % 2 == 0).then(|| venue.join(rank, "h0").map(drop).unwrap_err())) {
+    for error in venue.everyone(|rank| (rank % 2 == 0).then(|| venue.join(rank, "h0").map(drop).unwrap_err()))
+    {
         let error = error.map(|error| error.to_string());
         assert!(error.is_none_or(|error| error.contains("ranks 1, 3 did not within 0.5 s")));
     }
@@ -181,6 +197,44 @@ fn a_root_that_dies_is_named_by_all_others() {
     for abort in heard.into_iter().flatten() {
         assert!(abort.to_string().starts_with("r0 on h0 is gone: "), "{abort}");
     }
+}
+
+/// A failure ends a job, not the process: those who are left meet again at the same place, first without the one that
+/// died, then with one in its stead.
+#[test]
+fn those_who_are_left_meet_again() {
+    let venue = Venue::new(3);
+    let all: BTreeSet<Rank> = (0..3).map(Rank).collect();
+    venue.everyone(|rank| {
+        let (mut member, _) = venue.join(rank, &format!("h{rank}")).unwrap();
+        member.barrier(within(10)).unwrap();
+        if rank == 1 {
+            return;
+        }
+        let error = member.barrier(within(10)).unwrap_err().to_string();
+        assert!(error.starts_with("r1 on h1 is gone: "), "{error}");
+        drop(member);
+        let left = &all - &BTreeSet::from([Rank(1)]);
+        let (mut member, _) = venue.join_those(rank, &format!("h{rank}"), &secret().again(1), left).unwrap();
+        let peer = Rank(2 - rank);
+        assert_eq!(member.connect(&[peer].into(), within(10)).unwrap().0.len(), 1);
+        member.barrier(within(10)).unwrap();
+        member.leave();
+        let meet = |rank: u32| {
+            let host = format!("h{rank}");
+            let (mut member, _) = venue.join_those(rank, &host, &secret().again(2), all.clone()).unwrap();
+            let others = all.iter().copied().filter(|r| *r != Rank(rank)).collect();
+            assert_eq!(member.connect(&others, within(10)).unwrap().0.len(), 2);
+            member.barrier(within(10)).unwrap();
+            member.leave();
+        };
+        std::thread::scope(|scope| {
+            if rank == 2 {
+                scope.spawn(|| meet(1));
+            }
+            meet(rank);
+        });
+    });
 }
 
 #[test]
@@ -256,7 +310,10 @@ fn a_name_that_has_no_address_is_told_in_time() {
     let over = Deadline::after(venue.arrive + Duration::from_millis(600));
     let error = Member::join(&ticket, Box::new(|_| {}), venue.log()).map(drop).unwrap_err().to_string();
     assert!(!over.passed(), "it took too long: {error}");
-    assert!(error.contains("lookup") || error.contains("looked up"), "the resolver's word is hidden: {error}");
+    assert!(
+        error.contains("lookup") || error.contains("looked up"),
+        "the resolver's word is hidden: {error}"
+    );
 }
 
 /// Waiting for the root on a port of the range that systems hand out, a rank may connect to itself.
@@ -286,7 +343,10 @@ fn strangers_are_turned_away_and_logged() {
             stranger.write_all(b"GET / HTTP/1.1\r\nHost: somewhere else altogether\r\n\r\n").unwrap();
             // It is turned away before anything else happens.
             let _ = stranger.read(&mut [0; 1]);
-            assert_eq!(refused(1, &Secret::from_text("somebody else's secret").unwrap()), Refusal::WrongSecret);
+            assert_eq!(
+                refused(1, &Secret::from_text("somebody else's secret").unwrap()),
+                Refusal::WrongSecret
+            );
         }
         let (mut member, _) = venue.join(rank, "h").unwrap();
         ready.wait();

@@ -81,12 +81,7 @@ impl Wire {
         wire.map_err(|_| Reach::Unreachable)
     }
 
-    fn new(
-        socket: Socket,
-        phase: Phase,
-        dialed: Option<(Entry, Role)>,
-        by_ns: u64,
-    ) -> std::io::Result<Self> {
+    fn new(socket: Socket, phase: Phase, dialed: Option<(Entry, Role)>, by_ns: u64) -> std::io::Result<Self> {
         ioctl_fionbio(&socket, true)?;
         if let Socket::Tcp(stream) = &socket {
             stream.set_nodelay(true)?;
@@ -145,12 +140,7 @@ impl Wire {
     }
 
     /// Moves on: connects, reads, proves.
-    pub fn turn(
-        &mut self,
-        me: Rank,
-        secret: &Secret,
-        admit: impl Fn(Claim) -> Result<(), Refusal>,
-    ) -> Turn {
+    pub fn turn(&mut self, me: Rank, secret: &Secret, admit: impl Fn(Claim) -> Result<(), Refusal>) -> Turn {
         if matches!(self.phase, Phase::Connecting) {
             return self.connected(me, secret);
         }

@@ -138,7 +138,8 @@ impl Node {
 
     fn add_down(&mut self, now: u64, link: LinkId, entry: Entry) {
         let (ready, waiting, bye, checks, checking, given_up) = Default::default();
-        self.down.insert(link, Down { entry, heard_ns: now, ready, waiting, bye, checks, checking, given_up });
+        self.down
+            .insert(link, Down { entry, heard_ns: now, ready, waiting, bye, checks, checking, given_up });
     }
 
     /// Somebody hangs under us from now on. Where it can be reached it says next.
@@ -199,7 +200,11 @@ impl Node {
             deputies.iter().for_each(|entry| self.note(entry));
             // The root's own word on where it is.
             let root = deputies.first().cloned();
-            self.up.iter_mut().zip(root).filter(|(up, root)| up.entry.rank == root.rank).for_each(|(up, root)| up.entry = root);
+            self.up
+                .iter_mut()
+                .zip(root)
+                .filter(|(up, root)| up.entry.rank == root.rank)
+                .for_each(|(up, root)| up.entry = root);
             self.deputies = deputies;
             self.send_down(&Say::Deputies(self.deputies.clone()));
         }
@@ -225,7 +230,8 @@ impl Node {
 
     /// At the root: names those who did not come in time.
     pub(super) fn look_at_arrivals(&mut self, now: u64) {
-        let Some(root) = self.root.as_ref().filter(|_| self.arrival_due().is_some_and(|due| now >= due)) else {
+        let Some(root) = self.root.as_ref().filter(|_| self.arrival_due().is_some_and(|due| now >= due))
+        else {
             return;
         };
         let missing: BTreeSet<Rank> = root.roster.difference(&root.settled).copied().collect();
@@ -241,7 +247,9 @@ impl Node {
         let host = root.entries.get(&first).map_or("an unknown host".into(), |entry| entry.host.clone());
         let abort = match self.sees_no_other_host(root) {
             true => {
-                let text = format!("{names} did not arrive within {waited_s:.1} s, and nobody else of another host did");
+                let text = format!(
+                    "{names} did not arrive within {waited_s:.1} s, and nobody else of another host did"
+                );
                 Abort::either((self.me.rank, self.me.host.clone()), (first, host), text)
             }
             false => Abort::new(first, host, text),
@@ -273,7 +281,8 @@ impl Node {
 
     /// Finds out where some ranks can be reached.
     pub(super) fn look_up(&mut self, now: u64, ranks: Vec<Rank>) {
-        let missing: Vec<Rank> = ranks.iter().copied().filter(|rank| !self.known.contains_key(rank)).collect();
+        let missing: Vec<Rank> =
+            ranks.iter().copied().filter(|rank| !self.known.contains_key(rank)).collect();
         if missing.is_empty() || self.root.is_some() {
             let entries = ranks.iter().filter_map(|rank| self.known.get(rank).cloned()).collect();
             return self.tell(Heard::Entries(entries));

@@ -73,7 +73,12 @@ pub enum Command {
 pub enum Action {
     Send(LinkId, Say),
     Close(LinkId),
-    Dial { link: LinkId, to: Entry, role: Role, by_ns: u64 },
+    Dial {
+        link: LinkId,
+        to: Entry,
+        role: Role,
+        by_ns: u64,
+    },
     /// For the rank's program.
     Tell(Heard),
 }
@@ -136,6 +141,8 @@ pub struct Node {
     /// Who asks us.
     asked: BTreeSet<LinkId>,
     left: bool,
+    /// Somebody under us is gone without a word: no barrier opens any more.
+    broken: bool,
     absence: Absence,
     next_link: LinkId,
     next_ping_ns: u64,
@@ -212,6 +219,7 @@ impl Node {
             verdict: None,
             asked: BTreeSet::new(),
             left: false,
+            broken: false,
             absence: Absence::new(),
             next_link: 1,
             next_ping_ns: now_ns,
@@ -379,10 +387,14 @@ impl Node {
             return self.lose(now, up.entry, how);
         }
         if let Some(down) = self.down.remove(&link) {
-            if !down.bye {
-                self.lose(now, down.entry, how);
+            match down.bye {
+                true => self.check_round(now),
+                false => {
+                    self.broken = true;
+                    self.lose(now, down.entry, how);
+                }
             }
-            return self.check_round(now);
+            return;
         }
         if let Some(entry) = self.root.as_mut().and_then(|root| root.went(link)) {
             return self.lose(now, entry, how);
@@ -456,7 +468,9 @@ impl Node {
     fn look_for_silence(&mut self, now: u64) {
         let silence = self.limits.silence_ns;
         let mut silent: Vec<(LinkId, Entry)> = vec![];
-        if let Some(up) = self.up.as_mut().filter(|up| !up.given_up && !up.checking && now > up.heard_ns + silence) {
+        if let Some(up) =
+            self.up.as_mut().filter(|up| !up.given_up && !up.checking && now > up.heard_ns + silence)
+        {
             up.checking = true;
             silent.push((up.link, up.entry.clone()));
         }
@@ -472,7 +486,9 @@ impl Node {
     /// What came of that.
     fn checked(&mut self, now: u64, link: LinkId, reach: Reach) {
         let (heard, checks, checking, given_up, entry) = match self.up.as_mut().filter(|up| up.link == link) {
-            Some(up) => (&mut up.heard_ns, &mut up.checks, &mut up.checking, &mut up.given_up, up.entry.clone()),
+            Some(up) => {
+                (&mut up.heard_ns, &mut up.checks, &mut up.checking, &mut up.given_up, up.entry.clone())
+            }
             None => {
                 let Some(down) = self.down.get_mut(&link) else { return };
                 let entry = down.entry.clone();

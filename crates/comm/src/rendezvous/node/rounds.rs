@@ -63,7 +63,7 @@ impl Node {
             self.barrier.since_ns.get_or_insert(now);
         }
         let all = self.barrier.mine >= round && self.down.values().all(|d| d.bye || d.ready >= round);
-        if !all || self.all_in.is_none() || self.verdict.is_some() {
+        if !all || self.broken || self.all_in.is_none() || self.verdict.is_some() {
             return;
         }
         if self.root.is_some() {
@@ -106,7 +106,8 @@ impl Node {
         match self.barrier.overdue.take() {
             Some((_, late)) => self.name_late(now, &late),
             None => {
-                let late = if self.barrier.mine < round { BTreeSet::from([self.me.rank]) } else { BTreeSet::new() };
+                let late =
+                    if self.barrier.mine < round { BTreeSet::from([self.me.rank]) } else { BTreeSet::new() };
                 self.barrier.overdue = Some((now, late));
                 self.send_down(&Say::Overdue { round });
             }

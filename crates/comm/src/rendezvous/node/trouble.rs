@@ -87,12 +87,20 @@ struct Asking {
 #[derive(Debug, Clone, PartialEq)]
 enum Why {
     /// One that is silent on its own link: is it there?
-    Check { link: LinkId },
+    Check {
+        link: LinkId,
+    },
     Elect,
     Inquire,
-    Probe { asker: LinkId },
+    Probe {
+        asker: LinkId,
+    },
     Deliver,
-    Where { wanted: Vec<Rank>, missing: Vec<Rank>, tries: u32 },
+    Where {
+        wanted: Vec<Rank>,
+        missing: Vec<Rank>,
+        tries: u32,
+    },
 }
 
 #[derive(Debug)]
@@ -220,14 +228,17 @@ impl Node {
     fn count_votes(&mut self, now: u64) {
         let Some(election) = &self.trouble.election else { return };
         let root = self.deputies.first().map(|entry| entry.rank);
-        let hears = election.answered.iter().find(|(rank, (_, root_heard))| Some(**rank) == root || *root_heard);
+        let hears =
+            election.answered.iter().find(|(rank, (_, root_heard))| Some(**rank) == root || *root_heard);
         let over = hears.is_some() || election.waiting.is_empty();
         if !over {
             return;
         }
         let candidates = self.deputies.iter().map(|entry| entry.rank);
         let stands = |rank: &Rank| *rank == self.me.rank || election.answered.contains_key(rank);
-        let first = candidates.filter(stands).find(|rank| Some(*rank) != root || election.answered.contains_key(rank));
+        let first = candidates
+            .filter(stands)
+            .find(|rank| Some(*rank) != root || election.answered.contains_key(rank));
         let chosen = hears.map(|(rank, _)| *rank).or(first).filter(|rank| *rank != self.me.rank);
         let election = self.trouble.election.take().expect("just looked at");
         match chosen {
@@ -289,7 +300,8 @@ impl Node {
         lead.evidence.looked_for.extend(new.iter().copied());
         let reporters = lead.evidence.reporters.iter().take(MAX_REPORTERS).copied();
         let deputies = self.deputies.iter().map(|entry| entry.rank);
-        let mut asked: BTreeSet<Rank> = lead.evidence.looked_for.iter().copied().chain(reporters).chain(deputies).collect();
+        let mut asked: BTreeSet<Rank> =
+            lead.evidence.looked_for.iter().copied().chain(reporters).chain(deputies).collect();
         asked.retain(|rank| *rank != me && reachable(rank) && !lead.looked.contains(rank));
         lead.looked.extend(asked.iter().copied());
         let observers: Vec<LinkId> = self.observers().collect();
@@ -309,7 +321,8 @@ impl Node {
     fn send_to_look(&mut self, now: u64, link: LinkId, suspects: &[Rank]) {
         let probe_ns = self.probe_ns();
         let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
-        let at: Vec<Entry> = suspects.iter().filter(|r| **r != asking.rank).map(|r| self.known[r].clone()).collect();
+        let at: Vec<Entry> =
+            suspects.iter().filter(|r| **r != asking.rank).map(|r| self.known[r].clone()).collect();
         if !at.is_empty() {
             (asking.answered, asking.by_ns) = (false, now + probe_ns + SEEN_NS);
             self.send(link, Say::Look { at });
@@ -327,7 +340,8 @@ impl Node {
         match asking.why.clone() {
             Why::Inquire => {
                 let rank = asking.rank;
-                let at = suspects.filter(|r| *r != rank).filter_map(|r| self.known.get(&r).cloned()).collect();
+                let at =
+                    suspects.filter(|r| *r != rank).filter_map(|r| self.known.get(&r).cloned()).collect();
                 self.send(link, Say::Look { at });
             }
             Why::Check { .. } | Why::Elect | Why::Probe { .. } => self.send(link, Say::Look { at: vec![] }),
@@ -357,7 +371,8 @@ impl Node {
     pub(super) fn on_answer(&mut self, now: u64, link: LinkId, say: Say) {
         let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
         let (me, rank) = (self.me.rank, asking.rank);
-        let seen_by_ns = now + (self.limits.silence_ns / 2).clamp(SHORTEST_PROBE_NS, LONGEST_PROBE_NS) + SEEN_NS;
+        let seen_by_ns =
+            now + (self.limits.silence_ns / 2).clamp(SHORTEST_PROBE_NS, LONGEST_PROBE_NS) + SEEN_NS;
         match (say, asking.why.clone()) {
             (Say::Alive { root: false, .. }, Why::Elect) if self.trouble.appealed == Some(link) => {
                 self.trouble.appealed = None;
@@ -374,13 +389,16 @@ impl Node {
             (Say::Alive { .. }, Why::Inquire) => {
                 let lead = self.trouble.lead.as_mut();
                 // Where there is somebody else to look at, that is still to come.
-                asking.answered = lead.as_ref().is_none_or(|lead| lead.evidence.looked_for.iter().all(|s| *s == rank));
+                asking.answered =
+                    lead.as_ref().is_none_or(|lead| lead.evidence.looked_for.iter().all(|s| *s == rank));
                 asking.by_ns = seen_by_ns;
                 if let Some(lead) = lead {
                     lead.evidence.reach.insert((me, rank), Reach::Answers);
                 }
             }
-            (Say::Alive { .. }, Why::Probe { .. } | Why::Check { .. }) => self.resolve(now, link, Reach::Answers),
+            (Say::Alive { .. }, Why::Probe { .. } | Why::Check { .. }) => {
+                self.resolve(now, link, Reach::Answers)
+            }
             (Say::Seen { by, reach }, Why::Inquire) if by == rank => {
                 asking.answered = true;
                 let seen = reach.into_iter().map(|(to, reach)| ((by, to), reach));
@@ -434,7 +452,9 @@ impl Node {
             }
             Why::Probe { asker } => self.saw(asker, rank, reach),
             Why::Check { link } => self.checked(now, link, reach),
-            Why::Where { wanted, missing, tries } => self.resolve_where(now, rank, reach, (wanted, missing, tries)),
+            Why::Where { wanted, missing, tries } => {
+                self.resolve_where(now, rank, reach, (wanted, missing, tries))
+            }
             Why::Elect | Why::Deliver => {}
         }
     }
@@ -468,7 +488,8 @@ impl Node {
 
     pub(super) fn look_into_trouble(&mut self, now: u64) {
         let late = |a: &Asking| !a.answered && now >= a.by_ns + if a.connected { 0 } else { SEEN_NS };
-        let late: Vec<LinkId> = self.trouble.asking.iter().filter(|(_, a)| late(a)).map(|(l, _)| *l).collect();
+        let late: Vec<LinkId> =
+            self.trouble.asking.iter().filter(|(_, a)| late(a)).map(|(l, _)| *l).collect();
         for link in late {
             self.give_up_asking(now, link);
         }
@@ -485,7 +506,8 @@ impl Node {
     fn give_up_asking(&mut self, now: u64, link: LinkId) {
         let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
         let seen = (self.me.rank, asking.rank);
-        let there = self.trouble.lead.as_ref().is_some_and(|l| l.evidence.reach.get(&seen) == Some(&Reach::Answers));
+        let there =
+            self.trouble.lead.as_ref().is_some_and(|l| l.evidence.reach.get(&seen) == Some(&Reach::Answers));
         if asking.why == Why::Inquire && there {
             // It answers, and takes its time to look for others.
             asking.answered = true;
@@ -500,9 +522,10 @@ impl Node {
         let Some(lead) = self.trouble.lead.as_ref().filter(|lead| lead.since_ns.is_some()) else { return };
         let looked = !self.trouble.asking.values().any(|a| a.why == Why::Inquire && !a.answered);
         let since = lead.since_ns.unwrap_or(now);
-        let all = self.root.as_ref().is_some_and(|root| {
-            lead.evidence.faults.len() + lead.evidence.lost.len() >= root.size()
-        });
+        let all = self
+            .root
+            .as_ref()
+            .is_some_and(|root| lead.evidence.faults.len() + lead.evidence.lost.len() >= root.size());
         let clear = lead.evidence.is_clear_without_a_look() || looked;
         let settled = now >= since + lead.evidence.settles_after_ns(looked) && clear;
         if !settled && !(all && looked) && now < since + self.probe_ns() + INQUIRY_NS {
@@ -524,9 +547,11 @@ impl Node {
         };
         let me = (self.me.rank, self.me.host.clone());
         let abort = match report.about.as_ref().filter(|about| about.rank != self.me.rank) {
-            Some(about) => {
-                Abort::either(me, (about.rank, about.host.clone()), format!("nobody else is left to ask; {text}"))
-            }
+            Some(about) => Abort::either(
+                me,
+                (about.rank, about.host.clone()),
+                format!("nobody else is left to ask; {text}"),
+            ),
             None => Abort::new(me.0, me.1, format!("failed: {text}")),
         };
         self.conclude(now, abort, None);
@@ -553,7 +578,8 @@ impl Node {
     /// Where we lead: those whom the tree does not reach.
     fn out_of_touch(&self, abort: &Abort) -> Vec<Entry> {
         let Some(lead) = &self.trouble.lead else { return vec![] };
-        let broken = lead.evidence.suspects().into_iter().chain([abort.culprit]).chain(abort.or.iter().map(|o| o.0));
+        let broken =
+            lead.evidence.suspects().into_iter().chain([abort.culprit]).chain(abort.or.iter().map(|o| o.0));
         let broken: BTreeSet<Rank> = broken.collect();
         if let Some(root) = &self.root {
             let mut below: Vec<Entry> = broken.iter().flat_map(|rank| root.below(*rank)).collect();

@@ -45,7 +45,8 @@ impl Case {
             1 => dice.roll(60) as u64 * MS + dice.roll(1000) as u64 * 1000,
             _ => 300 * MS + dice.roll(700) as u64 * MS,
         };
-        let continued_ns = (stops && dice.roll(3) == 0).then(|| at_ns + (4_000 + dice.roll(2_000) as u64) * MS);
+        let continued_ns =
+            (stops && dice.roll(3) == 0).then(|| at_ns + (4_000 + dice.roll(2_000) as u64) * MS);
         Self { hosts, fault, at_ns, continued_ns }
     }
 
@@ -75,7 +76,9 @@ impl Case {
         let two_hosts = self.hosts.last() == Some(&1);
         match self.fault {
             // It was stopped before it came to itself, and only knows that it is late.
-            SimFault::Stop(i) if by == i && self.at_ns < 300 * MS && or.is_some() => culprit == Rank(i as u32),
+            SimFault::Stop(i) if by == i && self.at_ns < 300 * MS && or.is_some() => {
+                culprit == Rank(i as u32)
+            }
             SimFault::Kill(i) | SimFault::Stop(i) => (culprit, or) == (Rank(i as u32), None),
             SimFault::Continue(_) => unreachable!("it is no fault"),
             SimFault::Isolate(host) => match or {
@@ -90,7 +93,8 @@ impl Case {
                 let ends = BTreeSet::from([a, b]);
                 let named = [Some(culprit), or].into_iter().flatten().map(|r| self.host_of(r)).collect();
                 // Who never arrived is all that the root can say of it.
-                ends == named || (abort.text.starts_with("did not arrive") && ends.contains(&self.host_of(culprit)))
+                ends == named
+                    || (abort.text.starts_with("did not arrive") && ends.contains(&self.host_of(culprit)))
                     || (self.at_ns < 300 * MS && abort.text.contains("cut off") && self.hosts[by] == a.max(b))
             }
         }
@@ -137,7 +141,13 @@ fn everybody_names_the_right_one() {
         if !wrong.is_empty() {
             failed += 1;
             if failed <= 12 {
-                println!("seed {seed}: {:?} of {} ranks on {:?} at {} ms", case.fault, case.hosts.len(), case.hosts.last(), case.at_ns / MS);
+                println!(
+                    "seed {seed}: {:?} of {} ranks on {:?} at {} ms",
+                    case.fault,
+                    case.hosts.len(),
+                    case.hosts.last(),
+                    case.at_ns / MS
+                );
                 wrong.iter().take(4).for_each(|w| println!("    {w}"));
             }
         }

@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use crossmesh_core::id::Rank;
 
 use super::message::{Reach, Say};
-use super::node::{Action, Command, Heard, Input, LinkId, Limits, Node};
+use super::node::{Action, Command, Heard, Input, Limits, LinkId, Node};
 use super::{Abort, Entry, Fault};
 use crate::auth::{Claim, Role};
 
@@ -34,7 +34,13 @@ enum Happens {
     Input(usize, Input),
     Tick(usize, u64),
     /// A dial arrives at its listener.
-    Knock { from: usize, link: LinkId, to: usize, role: Role, by_ns: u64 },
+    Knock {
+        from: usize,
+        link: LinkId,
+        to: usize,
+        role: Role,
+        by_ns: u64,
+    },
     /// A rank's engine looks at its peers.
     Engine(usize),
     Exit(usize),
@@ -130,7 +136,13 @@ impl Sim {
 
     fn entry(&self, i: usize) -> Entry {
         let tcp = format!("10.0.0.1:{}", i + 1).parse().unwrap();
-        Entry { rank: Rank(i as u32), host: format!("h{}", self.processes[i].host), pid: 1, tcp, unix: "u".into() }
+        Entry {
+            rank: Rank(i as u32),
+            host: format!("h{}", self.processes[i].host),
+            pid: 1,
+            tcp,
+            unix: "u".into(),
+        }
     }
 
     fn is_cut(&self, a: usize, b: usize) -> bool {
@@ -156,6 +168,12 @@ impl Sim {
             Happens::Knock { to, .. } => Some(*to),
             _ => None,
         };
+        if let Happens::Knock { from, link, to, by_ns, .. } = what
+            && self.processes[to].state == State::Stopped
+        {
+            // Its host takes the connection; nobody answers.
+            return self.at(by_ns, Happens::Input(from, Input::Dialed(link, Err(Reach::Mute))));
+        }
         if let Some(i) = whom.filter(|i| self.processes[*i].state == State::Stopped) {
             return self.processes[i].missed.push(what);
         }
@@ -178,7 +196,9 @@ impl Sim {
             silence_ns: SILENCE_NS,
             barrier_ns: 60_000 * MS,
             late_s: (self.now > self.arrive_ns).then_some(self.now as f64 / 1e9),
-            local_world: Some(self.processes.iter().filter(|p| p.host == self.processes[0].host).count() as u32),
+            local_world: Some(
+                self.processes.iter().filter(|p| p.host == self.processes[0].host).count() as u32
+            ),
         }
     }
 
@@ -244,7 +264,9 @@ impl Sim {
                 let to = to.rank.index();
                 match self.is_cut(i, to) {
                     true => self.at(by_ns, Happens::Input(i, Input::Dialed(link, Err(Reach::Unreachable)))),
-                    false => self.at(self.now + LATENCY_NS, Happens::Knock { from: i, link, to, role, by_ns }),
+                    false => {
+                        self.at(self.now + LATENCY_NS, Happens::Knock { from: i, link, to, role, by_ns })
+                    }
                 }
             }
             Action::Tell(heard) => self.hear(i, heard),
@@ -306,7 +328,10 @@ impl Sim {
 
     /// Whether a rank hears another's engine.
     fn engine(&mut self, i: usize) {
-        if self.processes[i].state != State::Up || self.processes[i].heard.is_some() || self.processes[i].failed {
+        if self.processes[i].state != State::Up
+            || self.processes[i].heard.is_some()
+            || self.processes[i].failed
+        {
             return;
         }
         let peers = self.processes[i].peers.clone();

@@ -33,7 +33,10 @@ fn meeting_is_cheap_for_everybody() {
     let sim = meet(16_384, 16);
     let root = sim.processes[0].sent_bytes;
     let most = sim.processes[1..].iter().map(|p| p.sent_bytes).max().unwrap();
-    println!("16384 ranks: the root sent {root} B, any other at most {most} B; {} messages", sim.num_messages);
+    println!(
+        "16384 ranks: the root sent {root} B, any other at most {most} B; {} messages",
+        sim.num_messages
+    );
     assert!(root <= 64 << 20, "the root sent {root} B");
     assert!(most <= 64 << 10, "a rank sent {most} B");
     // Fourteen is log2 of 16,384.
