@@ -116,9 +116,9 @@ fn join_sockets(
     let secret = secret(&place, variables)?;
     let patience = patience(&place, variables, Deadline::after(options.arrive), deadline_ms);
     let roster = (0..place.world).map(Rank).collect();
-    let (host, on_abort) = (host_name(variables), ending.on_abort());
+    let (host, on_news) = (host_name(variables), ending.on_news());
     let (rank, world, launcher) = (place.rank, place.world, place.launcher);
-    let met = OverSockets::meet(place, &host, roster, secret, patience, log(), on_abort);
+    let met = OverSockets::meet(place, &host, roster, secret, patience, log(), on_news);
     let meeting = met.map_err(|error| ending.not_met(error))?;
     Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
 }

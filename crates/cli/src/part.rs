@@ -14,7 +14,9 @@ use crossmesh_comm::environment::{Place, Variables, late};
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_comm::flight::FlightRecord;
-use crossmesh_comm::rendezvous::{Abort, Fault, Links, Log, Meeting, OnAbort, Patience, RendezvousError};
+use crossmesh_comm::rendezvous::{
+    Abort, Fault, Links, Log, Meeting, News, OnNews, Patience, RendezvousError,
+};
 use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
@@ -187,9 +189,13 @@ impl Ending {
     }
 
     /// Interrupts the engine, and ends this process soon if it does not come to an end itself.
-    pub fn on_abort(&self) -> OnAbort {
+    pub fn on_news(&self) -> OnNews {
         let ending = self.clone();
-        Box::new(move |abort| {
+        Arc::new(move |news| {
+            let abort = match news {
+                News::Suspect(rank, why) => return ending.interrupt.suspect(rank, why),
+                News::Abort(abort) => abort,
+            };
             ending.interrupt.raise(abort.culprit, &abort.host, &abort.text);
             std::thread::sleep(LAST_WORDS);
             ending.say_once(abort);

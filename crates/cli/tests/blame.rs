@@ -166,10 +166,18 @@ enum Score {
 }
 
 impl Case {
-    fn score(&self, named: &Named, line: &str) -> Score {
+    /// Whether a cut separated a rank from rank 0, or rank 0 from all others, before they met.
+    fn knew_nobody(&self, rank: usize, cut: usize) -> bool {
+        let (here, first) = (self.hosts[rank], self.hosts[0]);
+        self.when != When::Later && (here == cut || first == cut)
+    }
+
+    fn score(&self, rank: usize, named: &Named, line: &str) -> Score {
         let on = |host: usize| named.0.iter().any(|r| self.hosts.get(*r) == Some(&host));
         match (self.fault, named.0.as_slice()) {
             (Fault::Cable(host), [one]) if self.hosts[*one] == host => Score::Right,
+            // Cut off from rank 0 before it knew anybody: there is nobody to ask, and both ends is all that can be said.
+            (Fault::Cable(host), [_, _]) if on(host) && self.knew_nobody(rank, host) => Score::Right,
             (Fault::Cable(host), [_, _]) if on(host) => Score::CannotTell,
             // Nobody is at fault but the way: both ends, or what is known to have come from neither.
             (Fault::Between(a, b), [_, _]) if on(a) && on(b) => Score::Right,
@@ -323,11 +331,9 @@ fn run(case: &Case) -> Vec<Said> {
     let mut ends: BTreeMap<usize, Duration> = BTreeMap::new();
     let mut continued = false;
     let over = eventually(STUCK, || {
-        if let (Fault::Pause(i), false) = (case.fault, continued) {
-            if struck.elapsed() >= pause {
-                running.signal(i, "-CONT");
-                continued = true;
-            }
+        if let (Fault::Pause(i), false) = (case.fault, continued || struck.elapsed() < pause) {
+            running.signal(i, "-CONT");
+            continued = true;
         }
         for (rank, child) in &running.ranks {
             if !alive(child.id()) {
@@ -341,7 +347,7 @@ fn run(case: &Case) -> Vec<Said> {
             std::fs::read_to_string(running.scratch.path().join(format!("r{rank}"))).unwrap_or_default();
         let named = Named::of(&text);
         let (score, line) = match named {
-            Some((named, line)) => (case.score(&named, &line), line),
+            Some((named, line)) => (case.score(rank, &named, &line), line),
             None => (Score::Wrong, format!("names nobody: {text:?}")),
         };
         Said { rank, score, line, after: ends.get(&rank).copied().unwrap_or(STUCK) }

@@ -23,13 +23,12 @@ impl Deadline {
 
     /// The earlier of this one and one `allowed` from now.
     pub fn or_after(self, allowed: Duration) -> Self {
-        let other = Self::after(allowed);
-        if other.at < self.at { other } else { self }
+        self.or_before(Self::after(allowed))
     }
 
-    /// Somewhat later.
-    pub fn plus(self, more: Duration) -> Self {
-        Self { at: self.at + more, allowed: self.allowed + more }
+    /// The earlier of the two.
+    pub fn or_before(self, other: Self) -> Self {
+        if other.at < self.at { other } else { self }
     }
 
     /// The time left, or none.
@@ -40,6 +39,11 @@ impl Deadline {
 
     pub fn passed(self) -> bool {
         self.left().is_none()
+    }
+
+    /// How long ago it was set.
+    pub fn elapsed(self) -> Duration {
+        now().saturating_duration_since(self.at.checked_sub(self.allowed).unwrap_or(self.at))
     }
 
     /// How long was allowed, for messages.
@@ -149,6 +153,15 @@ pub fn read_exact_by(
         buf = &mut buf[read..];
     }
     Ok(())
+}
+
+/// Reads what is there, at least a byte.
+pub fn read_some_by(
+    stream: &mut impl Stream,
+    buf: &mut [u8],
+    deadline: Deadline,
+) -> Result<usize, StreamError> {
+    once_by(stream, deadline, |stream| stream.read(buf))
 }
 
 /// Writes all of `buf`, or says why not.

@@ -231,7 +231,15 @@ pub fn late(variables: &Variables) -> Option<Late> {
     let started_ms: u64 = variables.get(STARTED_VARIABLE)?.trim().parse().ok()?;
     let came = Duration::from_millis(now_ms().saturating_sub(started_ms));
     let age = Duration::from_millis(process_age_ms().unwrap_or(0));
-    Some(Late { started: came.saturating_sub(age), came })
+    let idle = age.saturating_sub(busy().unwrap_or(age));
+    Some(Late { started: came.saturating_sub(age), came, idle })
+}
+
+/// How long this thread has run, or waited for a processor.
+fn busy() -> Option<Duration> {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+    let mut numbers = text.split_whitespace().map(|n| n.parse::<u64>().ok());
+    Some(Duration::from_nanos(numbers.next()?? + numbers.next()??))
 }
 
 /// How long this process has been running: the 22nd number of its `stat`, behind its name, counts in hundredths of a

@@ -89,7 +89,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     let roster: BTreeSet<Rank> = task.ranks().into_iter().collect();
     let (rank, first) = (place.rank, roster.first() == Some(&place.rank));
     let (host, patience) = (host_name(&variables), patience(&place, &variables, arrive, args.deadline_ms));
-    let met = OverSockets::meet(place, &host, roster, secret, patience, log(), ending.on_abort());
+    let met = OverSockets::meet(place, &host, roster, secret, patience, log(), ending.on_news());
     let mut meeting = met.map_err(|error| ending.not_met(error))?;
     let part = Part {
         task: &task,

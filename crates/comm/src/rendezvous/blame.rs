@@ -54,6 +54,20 @@ impl Abort {
     }
 }
 
+impl Abort {
+    /// Without signs that a terminal would obey, and not too long: it may come from anybody who knows the secret.
+    pub(super) fn plain(self) -> Self {
+        let plain = |text: String| -> String {
+            text.chars().take(MAX_TEXT).map(|c| if c.is_control() { ' ' } else { c }).collect()
+        };
+        let or = self.or.map(|(rank, host)| (rank, plain(host)));
+        Self { culprit: self.culprit, host: plain(self.host), text: plain(self.text), or }
+    }
+}
+
+/// More is not read by anybody.
+const MAX_TEXT: usize = 4096;
+
 impl fmt::Display for Abort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { culprit, host, text, or } = self;
@@ -402,6 +416,15 @@ mod tests {
         cut.reach.insert((Rank(6), Rank(4)), Reach::Answers);
         let text = cut.judge().unwrap().to_string();
         assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: they do not reach"), "{text}");
+    }
+
+    #[test]
+    fn a_terminal_obeys_nobody() {
+        let rude =
+            Abort::new(Rank(1), "h\x1b[2J", "is gone\x07\x1b]0;title\x07".to_string() + &"x".repeat(9000));
+        let said = rude.plain().to_string();
+        assert!(!said.contains(char::is_control) && said.len() < 9000, "{said}");
+        assert!(said.starts_with("r1 on h [2J is gone"), "{said}");
     }
 
     #[test]

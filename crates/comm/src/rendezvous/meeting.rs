@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crossmesh_core::id::Rank;
 
-use super::{Abort, Fault, Log, Member, OnAbort, Patience, RendezvousError, Ticket};
+use super::{Abort, Fault, Log, Member, OnNews, Patience, RendezvousError, Ticket};
 use crate::auth::Secret;
 use crate::buffer::Sharing;
 use crate::clock::ClockOffset;
@@ -81,11 +81,11 @@ impl OverSockets {
         secret: Secret,
         patience: Patience,
         log: Log,
-        on_abort: OnAbort,
+        on_news: OnNews,
     ) -> Result<Self, RendezvousError> {
         let master = (place.master_addr.as_str(), place.master_port);
         let ticket = Ticket { master, rank: place.rank, roster, host, secret: &secret, patience };
-        let member = Member::join(&ticket, on_abort, log)?;
+        let member = Member::join(&ticket, on_news, log)?;
         let mut hosts = vec!["a host of its own".to_string(); place.world as usize];
         if let Some(mine) = hosts.get_mut(place.rank.index()) {
             *mine = host.into();

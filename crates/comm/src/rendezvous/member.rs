@@ -12,15 +12,16 @@ use crossmesh_core::id::Rank;
 use super::doors::{Arrivals, Doors, knock, make_roomy};
 use super::node::{Command, Heard, Limits, Node};
 use super::reactor::{self, Post, Setup};
-use super::{Abort, Entry, Fault, Log, OnAbort, Patience, RendezvousError};
-use crate::auth::{self, AuthError, Claim, Role, Secret};
+use super::{Abort, Entry, Fault, Log, OnNews, Patience, RendezvousError};
+use crate::auth::{AuthError, Claim, Dialing, Role, Secret};
 use crate::clock::{Clock, ClockOffset, Monotonic};
-use crate::deadline::{Deadline, Socket, StreamError};
+use crate::deadline::{Deadline, Socket, StreamError, read_some_by, write_all_by};
 
 /// The root may open a moment after we knock.
 const RETRY: Duration = Duration::from_millis(20);
-/// A try at the root's door.
+/// A try at the root's door, and a step of waiting for its answer.
 const KNOCK: Duration = Duration::from_secs(2);
+const STEP: Duration = Duration::from_millis(100);
 /// Where the root was there and its host now says that nobody is, this often in a row, it is gone.
 const GONE_TRIES: u32 = 10;
 /// A verdict comes within this time; see `node::trouble`.
@@ -65,27 +66,27 @@ enum Way {
 }
 
 impl Member {
-    /// Joins, and waits until everybody has. `on_abort` is called once, on another thread, when the job is over before
+    /// Joins, and waits until everybody has. `on_news` is called once, on another thread, when the job is over before
     /// its time.
-    pub fn join(ticket: &Ticket<'_>, on_abort: OnAbort, log: Log) -> Result<Self, RendezvousError> {
+    pub fn join(ticket: &Ticket<'_>, on_news: OnNews, log: Log) -> Result<Self, RendezvousError> {
         let first = *ticket.roster.first().ok_or(RendezvousError::Unexpected { expected: "ranks" })?;
         if first == ticket.rank {
             let listener = listen(ticket.master, ticket.patience.arrive)?;
-            return Self::join_as_root(ticket, listener, on_abort, log);
+            return Self::join_as_root(ticket, listener, on_news, log);
         }
         let (stream, root) = enter(ticket, first)?;
         let doors = Doors::open(stream.local_addr()?.ip(), ticket.rank)?;
         let me = entry(ticket, &doors);
         let now = Monotonic.now_ns();
         let node = Node::member(me.clone(), root, 0, limits(&ticket.patience, now), now);
-        Self::start(ticket, node, me, doors, Way::There(Socket::Tcp(stream)), on_abort, log)
+        Self::start(ticket, node, me, doors, Way::There(Socket::Tcp(stream)), on_news, log)
     }
 
     /// The same for the first rank, at a listener that is open already.
     pub fn join_as_root(
         ticket: &Ticket<'_>,
         listener: TcpListener,
-        on_abort: OnAbort,
+        on_news: OnNews,
         log: Log,
     ) -> Result<Self, RendezvousError> {
         make_roomy(&listener)?;
@@ -93,7 +94,7 @@ impl Member {
         let me = entry(ticket, &doors);
         let now = Monotonic.now_ns();
         let node = Node::root(me.clone(), ticket.roster.clone(), limits(&ticket.patience, now), now);
-        Self::start(ticket, node, me, doors, Way::Here(listener), on_abort, log)
+        Self::start(ticket, node, me, doors, Way::Here(listener), on_news, log)
     }
 
     fn start(
@@ -102,7 +103,7 @@ impl Member {
         me: Entry,
         doors: Doors,
         way: Way,
-        on_abort: OnAbort,
+        on_news: OnNews,
         log: Log,
     ) -> Result<Self, RendezvousError> {
         let (heard, inbox) = channel();
@@ -124,7 +125,7 @@ impl Member {
             secret: secret.clone(),
             arrivals: arrivals.clone(),
             heard,
-            on_abort,
+            on_news,
             log,
         };
         let (post, thread) = reactor::start(setup).map_err(RendezvousError::CannotStart)?;
@@ -325,8 +326,14 @@ fn limits(patience: &Patience, now: u64) -> Limits {
         silence_ns: patience.silence.as_nanos() as u64,
         barrier_ns: patience.barrier.as_nanos() as u64,
         local_world: patience.local_world,
-        late_s: patience.late.filter(|_| patience.is_late(|l| l.came)).map(|late| late.came.as_secs_f64()),
+        late_s: lateness_s(patience),
     }
+}
+
+/// How late this process came, where that is later than anybody waits for it: by the launcher's clock, or since it set out.
+fn lateness_s(patience: &Patience) -> Option<f64> {
+    let since = patience.arrive.passed().then(|| patience.arrive.elapsed().as_secs_f64());
+    patience.came_late().map(|late| late.came.as_secs_f64()).or(since)
 }
 
 /// Listens where the ranks will look for the first of them; port 0 takes a free one.
@@ -371,6 +378,18 @@ struct Attempts {
     mute: bool,
     /// The name or the way there are unknown.
     dark: bool,
+    /// The longest time that passed without us: stopped, we hear nobody.
+    away: Duration,
+}
+
+impl Attempts {
+    /// Does something that takes no longer than it should; the rest of the time we were not there.
+    fn watched<T>(&mut self, limit: Duration, mut what: impl FnMut() -> T) -> T {
+        let planned = Deadline::after(limit);
+        let result = what();
+        self.away = self.away.max(planned.elapsed().saturating_sub(limit));
+        result
+    }
 }
 
 /// Knocks until the root opens, and proves itself there.
@@ -380,30 +399,56 @@ fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry), Rendezvo
     let deadline = ticket.patience.arrive;
     let mut tries = Attempts { cause: "no time was left".into(), ..Attempts::default() };
     while let Some(left) = deadline.left() {
-        match try_knock(ticket.master, deadline, left.min(KNOCK)) {
+        match tries.watched(KNOCK, || try_knock(ticket.master, deadline, left.min(KNOCK))) {
             Err(error) => tries.failed(&error),
             Ok(stream) => {
                 (tries.dark, tries.was_there, tries.refused) = (false, true, 0);
                 let tcp = stream.peer_addr()?;
-                let mut link = Socket::Tcp(stream);
-                match (auth::dial(&mut link, ticket.secret, claim, deadline), link) {
-                    (Ok(()), Socket::Tcp(stream)) => return Ok((stream, root_entry(root, ticket, tcp))),
+                match prove(&stream, ticket.secret, claim, deadline, &mut tries) {
+                    Ok(()) => return Ok((stream, root_entry(root, ticket, tcp))),
                     // A root that is about to open, or close, or that strangers crowd, may hang up on us.
-                    (Err(AuthError::Stream(StreamError::Closed)), _) => tries.cause = "it hung up".into(),
-                    (Err(AuthError::Stream(StreamError::TimedOut(_))), _) => {
+                    Err(AuthError::Stream(StreamError::Closed)) => tries.cause = "it hung up".into(),
+                    Err(AuthError::Stream(StreamError::TimedOut(_))) => {
                         (tries.mute, tries.cause) = (true, "somebody listens there, and says nothing".into());
                     }
-                    (Err(cause), _) => return Err(RendezvousError::Refused { addr, cause }),
-                    (Ok(()), Socket::Unix(_)) => unreachable!("it was opened as TCP"),
+                    Err(cause) => return Err(RendezvousError::Refused { addr, cause }),
                 }
             }
         }
         if tries.was_there && tries.refused >= GONE_TRIES {
             break;
         }
-        std::thread::sleep(RETRY);
+        tries.watched(RETRY, || std::thread::sleep(RETRY));
     }
     Err(RendezvousError::Aborted(tries.verdict(ticket, root, &addr)))
+}
+
+/// Proves itself, and waits in short steps: a process that is stopped meanwhile notices.
+fn prove(
+    stream: &TcpStream,
+    secret: &Secret,
+    claim: Claim,
+    deadline: Deadline,
+    tries: &mut Attempts,
+) -> Result<(), AuthError> {
+    let mut link = Socket::Tcp(stream.try_clone().map_err(StreamError::Io)?);
+    let mut out = vec![];
+    let mut dialing = Dialing::start(secret, claim, &mut out)?;
+    loop {
+        write_all_by(&mut link, &std::mem::take(&mut out), deadline)?;
+        let (mut bytes, mut read) = (vec![0; dialing.needs()], 0);
+        while read < bytes.len() {
+            let step = Deadline::after(STEP).or_before(deadline);
+            match tries.watched(STEP, || read_some_by(&mut link, &mut bytes[read..], step)) {
+                Ok(more) => read += more,
+                Err(StreamError::TimedOut(_)) if !deadline.passed() => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if dialing.take(&bytes, &mut out)? {
+            return Ok(());
+        }
+    }
 }
 
 /// Until it says more about itself.
@@ -440,14 +485,16 @@ impl Attempts {
     fn verdict(&self, ticket: &Ticket<'_>, root: Rank, addr: &str) -> Abort {
         let (waited_s, cause) = (ticket.patience.arrive.allowed_s(), &self.cause);
         let (there, me) = ((root, ticket.master.0.to_string()), (ticket.rank, ticket.host.to_string()));
-        let late =
-            ticket.patience.late.filter(|_| ticket.patience.is_late(|late| late.came) && !self.was_there);
-        if let Some(late) = late {
+        if self.away >= ticket.patience.silence {
+            let (away_s, allowed_s) = (self.away.as_secs_f64(), ticket.patience.silence.as_secs_f64());
+            let text = format!("was stopped for {away_s:.1} s, longer than the {allowed_s:.1} s allowed");
+            return Abort::new(me.0, me.1, text);
+        }
+        if let Some(late) = ticket.patience.came_late().filter(|_| !self.was_there) {
             let late_s = late.came.as_secs_f64();
             let text =
                 format!("came too late: {late_s:.1} s after its job began, when nobody was left at {addr}");
-            // Had it been started in time, the others may have been as slow.
-            return match ticket.patience.is_late(|late| late.started) {
+            return match ticket.patience.is_own_lateness(late) {
                 true => Abort::new(me.0, me.1, text),
                 false => Abort::either(there, me, text),
             };

@@ -43,8 +43,17 @@ pub use blame::{Abort, Fault};
 pub use meeting::{Links, Meeting, OverSockets};
 pub use member::{Member, Ticket, listen};
 
-/// What to do when the job is over before its time: called once, on another thread, maybe in the middle of a run.
-pub type OnAbort = Box<dyn Fn(&Abort) + Send>;
+/// What a program hears of its job while it does something else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum News<'a> {
+    /// A rank seems to be gone, and why: whoever still needs it should say so.
+    Suspect(Rank, &'a str),
+    /// The job is over before its time. Comes once.
+    Abort(&'a Abort),
+}
+
+/// Called on another thread, maybe in the middle of a run. News of a suspect should be taken quickly.
+pub type OnNews = Arc<dyn Fn(News<'_>) + Send + Sync>;
 
 /// How long the ranks of a job wait for each other.
 #[derive(Debug, Clone, Copy)]
@@ -66,12 +75,20 @@ pub struct Patience {
 pub struct Late {
     pub started: Duration,
     pub came: Duration,
+    /// Of the time between, how long it neither ran nor waited for a processor: it was stopped, or waited for a disk.
+    pub idle: Duration,
 }
 
 impl Patience {
-    /// Whether the others had given up before.
-    fn is_late(&self, after: impl Fn(Late) -> Duration) -> bool {
-        self.late.is_some_and(|late| after(late).as_secs_f64() >= self.arrive.allowed_s())
+    /// Whether the others had given up before this process came.
+    fn came_late(&self) -> Option<Late> {
+        self.late.filter(|late| late.came.as_secs_f64() >= self.arrive.allowed_s())
+    }
+
+    /// Whether that is nobody else's doing: it was started late, or spent the time on nothing. Else the others may have been
+    /// as slow, with the same work.
+    fn is_own_lateness(&self, late: Late) -> bool {
+        (late.started + late.idle).as_secs_f64() >= self.arrive.allowed_s() / 2.0
     }
 }
 

@@ -25,7 +25,7 @@ use super::doors::{Arrivals, Doors};
 use super::message::Reach;
 use super::node::{Action, Command, Heard, Input, LinkId, Node};
 use super::wire::{Turn, Wire};
-use super::{Abort, Entry, Log, OnAbort};
+use super::{Abort, Entry, Log, News, OnNews};
 use crate::auth::{AuthError, Claim, Refusal, Role, Secret};
 use crate::clock::{Clock, Monotonic};
 use crate::deadline::{Socket, StreamError};
@@ -100,7 +100,7 @@ pub struct Setup {
     pub secret: Secret,
     pub arrivals: Arc<Arrivals>,
     pub heard: Sender<Heard>,
-    pub on_abort: OnAbort,
+    pub on_news: OnNews,
     pub log: Log,
 }
 
@@ -117,7 +117,7 @@ struct Reactor {
     turned_away: u64,
     /// The end, and when the program hears of it.
     verdict: Option<(Abort, u64)>,
-    on_abort: Option<OnAbort>,
+    on_news: Option<OnNews>,
     leaving_ns: Option<u64>,
 }
 
@@ -137,7 +137,7 @@ pub fn start(mut setup: Setup) -> io::Result<(Post, JoinHandle<()>)> {
         watch(door.as_fd(), ROOT_DOOR)?;
     }
     let root = setup.root.take();
-    let on_abort = Some(std::mem::replace(&mut setup.on_abort, Box::new(|_| {})));
+    let on_news = Some(setup.on_news.clone());
     let mut reactor = Reactor {
         setup,
         poller,
@@ -149,7 +149,7 @@ pub fn start(mut setup: Setup) -> io::Result<(Post, JoinHandle<()>)> {
         redials: vec![],
         turned_away: 0,
         verdict: None,
-        on_abort,
+        on_news,
         leaving_ns: None,
     };
     if let Some(root) = root {
@@ -437,9 +437,12 @@ impl Reactor {
             }
             Action::Dial { link, to, role, by_ns } => self.dial(now, link, &to, role, by_ns),
             Action::Tell(Heard::Abort(abort)) => self.end(now, abort),
+            Action::Tell(Heard::Suspect(rank, why)) => {
+                self.on_news.iter().for_each(|hear| hear(News::Suspect(rank, &why)));
+            }
             Action::Tell(heard) => {
                 if heard == Heard::Left {
-                    self.on_abort = None;
+                    self.on_news = None;
                 }
                 let _ = self.setup.heard.send(heard);
             }
@@ -470,9 +473,12 @@ impl Reactor {
     fn end(&mut self, now: u64, abort: Abort) {
         self.post.over.store(true, Ordering::SeqCst);
         self.verdict = Some((abort.clone(), now + LINGER_NS));
-        let Some(on_abort) = self.on_abort.take() else { return };
+        let Some(on_news) = self.on_news.take() else { return };
         // Without a thread the program hears it where it waits for the others.
-        let _ = Builder::new().name("abort".into()).stack_size(STACK_BYTES).spawn(move || on_abort(&abort));
+        let _ = Builder::new()
+            .name("abort".into())
+            .stack_size(STACK_BYTES)
+            .spawn(move || on_news(News::Abort(&abort)));
     }
 
     fn log_stranger(&mut self, name: &str, why: &dyn std::fmt::Display) {

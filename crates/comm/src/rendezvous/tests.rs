@@ -66,11 +66,15 @@ impl Venue {
         roster: BTreeSet<Rank>,
     ) -> Result<(Member, Receiver<Abort>), RendezvousError> {
         let (aborts, aborted) = channel();
-        let on_abort: OnAbort = Box::new(move |abort| drop(aborts.send(abort.clone())));
+        let on_news: OnNews = Arc::new(move |news| {
+            if let News::Abort(abort) = news {
+                let _ = aborts.send(abort.clone());
+            }
+        });
         let (master, rank) = (("127.0.0.1", self.port), Rank(rank));
         let patience = patience(Deadline::after(self.arrive));
         let ticket = Ticket { master, rank, roster, host, secret, patience };
-        Ok((Member::join(&ticket, on_abort, self.log())?, aborted))
+        Ok((Member::join(&ticket, on_news, self.log())?, aborted))
     }
 
     /// Runs `each` as every rank, in threads.
@@ -308,7 +312,7 @@ fn a_name_that_has_no_address_is_told_in_time() {
     let (host, secret) = ("h1", secret());
     let ticket = Ticket { master, rank: Rank(1), roster, host, secret: &secret, patience };
     let over = Deadline::after(venue.arrive + Duration::from_millis(600));
-    let error = Member::join(&ticket, Box::new(|_| {}), venue.log()).map(drop).unwrap_err().to_string();
+    let error = Member::join(&ticket, Arc::new(|_| {}), venue.log()).map(drop).unwrap_err().to_string();
     assert!(!over.passed(), "it took too long: {error}");
     assert!(
         error.contains("lookup") || error.contains("looked up"),

@@ -11,6 +11,7 @@
 //!
 //! Words go up and down this tree; whoever loses its parent turns to the root, or the first deputy that is left.
 
+mod ask;
 mod join;
 mod rounds;
 mod trouble;
@@ -98,6 +99,8 @@ pub enum Heard {
         text: String,
     },
     Entries(Vec<Entry>),
+    /// A rank does not answer, and why: who needs it should say so.
+    Suspect(Rank, String),
     Abort(Abort),
     /// Nobody under us is left.
     Left,
@@ -511,6 +514,8 @@ impl Node {
         if above {
             self.lose_the_root();
         }
+        let why = format!("it does not answer, and was not heard for {} ms", silent_ns / MS);
+        self.tell(Heard::Suspect(entry.rank, why));
         self.report(now, Some(entry), Notice::Silent { silent_ms: silent_ns / MS });
     }
 

@@ -7,6 +7,8 @@
 //!
 //! An engine is modelled by whom a rank waits for: a dead peer is noticed after a moment, a silent one after the deadline.
 
+#![allow(clippy::print_stdout)] // the numbers are part of what this shows
+
 mod faults;
 mod scale;
 
@@ -322,7 +324,7 @@ impl Sim {
                 self.processes[i].heard_ns = self.now;
                 self.at(self.now + EXIT_NS, Happens::Exit(i));
             }
-            Heard::Told { .. } | Heard::Left => {}
+            Heard::Told { .. } | Heard::Suspect(..) | Heard::Left => {}
         }
     }
 
