@@ -79,7 +79,7 @@ impl OfRank<'_> {
     fn check_op(&self, index: u32, op: &Op) -> Result<(), VerifyError> {
         self.check_deps(index, op)?;
         if let OpKind::Compute { needs, makes, .. } = op.kind {
-            return self.check_lists(index, op, needs, makes);
+            return self.check_lists(index, needs, makes);
         }
         self.there_is("tensor", op.tensor, self.wholes.len())?;
         let name = || OpName::of(self.rank, index, self.ranked);
@@ -144,7 +144,7 @@ impl OfRank<'_> {
         Ok(())
     }
 
-    fn check_lists(&self, index: u32, op: &Op, needs: List, makes: List) -> Result<(), VerifyError> {
+    fn check_lists(&self, index: u32, needs: List, makes: List) -> Result<(), VerifyError> {
         let len = self.ranked.touched.len();
         for list in [needs, makes] {
             let end = u64::from(list.start) + u64::from(list.len);
