@@ -106,7 +106,7 @@ impl Emitter<'_> {
     /// Into how many boxes a sum is cut: a turn for every receiving host and port, and small enough for the room.
     fn num_cuts(&self, sum: &SumItem, max_extra_bytes: Option<u64>) -> u64 {
         let topology = &self.problem.topology;
-        let hosts = by_host(&sum.receivers, topology);
+        let hosts = by_host(self.demands.set(sum.receivers), topology);
         let ports = hosts.keys().map(|&h| topology.ports_of(h).count() as u64).max().unwrap_or(1);
         let turns = (hosts.len() as u64 * ports).min((sum.bytes / MIN_CUT).max(1));
         let fitting = max_extra_bytes.map_or(1, |limit| (sum.bytes * BOXES_IN_ROOM).div_ceil(limit.max(1)));
@@ -115,17 +115,21 @@ impl Emitter<'_> {
 
     fn path(&self, sum: &SumItem, turn: usize) -> Path {
         let topology = &self.problem.topology;
-        let receivers = by_host(&sum.receivers, topology);
+        let receivers = by_host(self.demands.set(sum.receivers), topology);
         let (&root_host, on_root_host) =
             receivers.iter().nth(turn % receivers.len()).expect("a sum has receivers");
-        let part_of: FxHashMap<Rank, usize> =
-            sum.parts.iter().enumerate().flat_map(|(p, ranks)| ranks.iter().map(move |&r| (r, p))).collect();
+        let part_of: FxHashMap<Rank, usize> = self.demands.sources[sum.source as usize]
+            .parts
+            .iter()
+            .enumerate()
+            .flat_map(|(p, ranks)| ranks.iter().map(move |&r| (r, p)))
+            .collect();
         // A root that has a part saves a hop.
         let device_turn = turn / receivers.len();
         let holding: Vec<Rank> = on_root_host.iter().copied().filter(|r| part_of.contains_key(r)).collect();
         let roots = if holding.is_empty() { on_root_host } else { &holding };
         let root = roots[device_turn % roots.len()];
-        let mut missing: Vec<bool> = vec![true; sum.parts.len()];
+        let mut missing: Vec<bool> = vec![true; self.demands.sources[sum.source as usize].parts.len()];
         if let Some(&part) = part_of.get(&root) {
             missing[part] = false;
         }
@@ -175,7 +179,9 @@ impl Emitter<'_> {
     fn best_host(&self, sum: &SumItem, missing: &[bool], root_host: HostId) -> (HostId, Vec<Rank>) {
         let mut found: BTreeMap<HostId, Vec<Rank>> = BTreeMap::new();
         for (part, _) in missing.iter().enumerate().filter(|(_, m)| **m) {
-            for (host, ranks) in by_host(&sum.parts[part], &self.problem.topology) {
+            for (host, ranks) in
+                by_host(&self.demands.sources[sum.source as usize].parts[part], &self.problem.topology)
+            {
                 found.entry(host).or_default().push(ranks[0]);
             }
         }
@@ -199,7 +205,7 @@ impl Emitter<'_> {
         for (i, &adder) in path.adders.iter().enumerate() {
             let next = path.adders.get(i + 1).copied().unwrap_or(path.root);
             let mut after: Vec<TransferId> = last.into_iter().collect();
-            let staged = next != path.root && !sum.receivers.contains(&next);
+            let staged = next != path.root && !self.demands.set(sum.receivers).contains(&next);
             if let Some((room, limit)) = room.as_mut().filter(|_| staged) {
                 after.extend(room.wait_for(next, bytes, *limit));
             }
@@ -208,7 +214,9 @@ impl Emitter<'_> {
                 None => self.add_first(sum.tensor, (adder, next), region, &after, route),
             };
             self.plan.transfer_mut(id).reduce = next != path.root || path.root_adds;
-            if let Some((room, _)) = room.as_mut().filter(|_| i > 0 && !sum.receivers.contains(&adder)) {
+            if let Some((room, _)) =
+                room.as_mut().filter(|_| i > 0 && !self.demands.set(sum.receivers).contains(&adder))
+            {
                 room.occupy(adder, bytes, id);
             }
             read_by.insert(adder, id);
