@@ -68,6 +68,29 @@ fn small_problem(seed: &mut Seed) -> Option<Problem> {
     Some(problem)
 }
 
+/// Hosts with a device each, sums over some of them wanted on some of them: where every message counts.
+fn busy_problem(seed: &mut Seed) -> Option<Problem> {
+    let num_hosts = 3 + seed.below(3);
+    let alike = !seed.one_in(4);
+    let speed = |seed: &mut Seed| if alike { 1e9 } else { 1e9 * (1 + seed.below(2)) as f64 };
+    let host = |seed: &mut Seed| Host {
+        nic_out_bytes_per_s: speed(seed),
+        nic_in_bytes_per_s: speed(seed),
+        ..Host::with_devices(1)
+    };
+    let cluster = Cluster::of_hosts((0..num_hosts).map(|_| host(seed)).collect());
+    let (parts, receivers) = (2 + seed.below(num_hosts - 1), 2 + seed.below(num_hosts - 1));
+    let first = seed.below(num_hosts - receivers + 1);
+    let src = match (parts, seed.one_in(4)) {
+        (4, true) => "f32[2]@A{x:2,y:2}=0-3(_ | sum x)".to_string(),
+        _ => format!("f32[2]@A{{x:{parts}}}=0-{}(_ | sum x)", parts - 1),
+    };
+    let split = seed.pick(&["_", "_", "x"]);
+    let dst = format!("f32[2]@B{{x:{receivers}}}={first}-{}({split})", first + receivers - 1);
+    let pair = (String::new(), src.parse().unwrap(), dst.parse().unwrap());
+    Some(Problem::new(vec![pair], Hosts::Described(cluster)).unwrap())
+}
+
 fn random_host(seed: &mut Seed, num_hosts: usize, alike: bool) -> Host {
     let most = if num_hosts == 1 { 5 } else { seed.pick(&[1, 1, 3]) };
     let devices = 1 + seed.below(most) as u32;
@@ -144,7 +167,8 @@ fn no_plan_at_all_is_faster_than_the_bound() {
         (Compared::default(), 0, 0, 0, 0);
     while compared.count < wanted {
         let start = seed.0;
-        let Some(problem) = small_problem(&mut seed) else { continue };
+        let draw = if seed.one_in(2) { busy_problem } else { small_problem };
+        let Some(problem) = draw(&mut seed) else { continue };
         let reshard = &problem.reshards[0];
         let is_sum = reshard.src.layout.num_contributions() > 1;
         if !is_sum && !seed.one_in(3) {
@@ -176,6 +200,6 @@ fn no_plan_at_all_is_faster_than_the_bound() {
          {messages}, with helpers in {helped}"
     );
     assert!(sums > count / 2 && idle > count / 8 && overlapping > count / 5);
-    assert!(messages > count / 50 && helped > 0);
+    assert!(messages > count / 20 && helped > count / 200);
     assert!(mean > 0.9, "{mean}");
 }

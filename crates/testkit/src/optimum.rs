@@ -27,7 +27,7 @@ use crossmesh_core::reshard::{Placed, Problem};
 use crate::simplex::{Program, maximize};
 
 /// Bits to say which device knows which part; more take too long.
-pub const MOST_BITS: usize = 15;
+pub const MOST_BITS: usize = 16;
 
 /// Between which times the optimum lies.
 #[derive(Debug, Clone, Copy)]
