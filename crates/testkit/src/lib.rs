@@ -2,6 +2,7 @@
 
 pub mod arb;
 pub mod big;
+pub mod big_sums;
 pub mod cuts;
 pub mod fuzz;
 pub mod machine;

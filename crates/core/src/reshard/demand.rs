@@ -50,8 +50,6 @@ pub(crate) struct SumItem {
     pub tensor: u32,
     pub region: Region,
     pub bytes: u64,
-    /// Whose parts: an index into [`Demands::sources`].
-    pub source: u32,
     pub receivers: RankSet,
 }
 
@@ -65,6 +63,7 @@ pub(crate) struct SumSource {
 #[derive(Debug, Clone)]
 pub(crate) struct SumClass {
     pub bytes: u64,
+    /// Whose parts: an index into [`Demands::sources`].
     pub source: u32,
     pub receivers: RankSet,
     /// Indices of sums.
@@ -166,7 +165,7 @@ impl Demands {
             let class = &mut self.sum_classes[class as usize];
             class.bytes += bytes;
             class.items.push(self.sums.len() as u32);
-            self.sums.push(SumItem { tensor, region: piece.region, bytes, source, receivers });
+            self.sums.push(SumItem { tensor, region: piece.region, bytes, receivers });
         }
     }
 

@@ -1,0 +1,159 @@
+//! `flow` against the bound on partial sums, large and random, and the cases that once went wrong.
+
+use std::time::Instant;
+
+use crossmesh_core::cluster::{Cluster, Host};
+use crossmesh_core::reshard::problem::{Assumed, Hosts};
+use crossmesh_core::reshard::{Plan, PlanOptions, Problem, lower, lower_bound, plan};
+use crossmesh_core::sim::simulate;
+use crossmesh_core::verify::verify;
+use crossmesh_testkit::{big_sums, sweep};
+
+fn problem(src: &str, dst: &str, devices_per_host: Option<u32>) -> Problem {
+    let pair = (String::new(), src.parse().unwrap(), dst.parse().unwrap());
+    Problem::new(vec![pair], Hosts::Assumed(Assumed { devices_per_host, ..Assumed::default() })).unwrap()
+}
+
+/// A verified plan and its predicted time over the bound.
+fn flow(problem: &Problem) -> (Plan, f64) {
+    let plan = plan(problem, &PlanOptions::default()).unwrap();
+    verify(&plan).unwrap();
+    (ratio(problem, &plan), plan).swap()
+}
+
+trait Swap<A, B> {
+    fn swap(self) -> (B, A);
+}
+
+impl<A, B> Swap<A, B> for (A, B) {
+    fn swap(self) -> (B, A) {
+        (self.1, self.0)
+    }
+}
+
+fn ratio(problem: &Problem, plan: &Plan) -> f64 {
+    let bound = lower_bound(problem).unwrap();
+    let seconds = simulate(&lower(plan), &problem.cluster).unwrap().makespan_s;
+    if bound.seconds == 0.0 {
+        assert_eq!(seconds, 0.0);
+        return 1.0;
+    }
+    assert!(seconds >= bound.seconds * (1.0 - 1e-6), "{seconds} s beats {bound:?}");
+    seconds / bound.seconds
+}
+
+/// Mean and worst over random sums on clusters that have been changed.
+fn gaps(count: usize, change: impl Fn(&mut Cluster)) -> (f64, f64) {
+    let mut gaps = vec![];
+    let show = std::env::var("CROSSMESH_SHOW").is_ok();
+    for seed in 0..count as u64 {
+        let (src, dst) = big_sums::pair(seed);
+        let pair = || (String::new(), src.parse().unwrap(), dst.parse().unwrap());
+        let mut cluster = Problem::new(vec![pair()], Hosts::default()).unwrap().cluster;
+        change(&mut cluster);
+        let problem = Problem::new(vec![pair()], Hosts::Described(cluster)).unwrap();
+        let start = Instant::now();
+        let plan = plan(&problem, &PlanOptions::default()).unwrap();
+        let planned = start.elapsed();
+        let gap = ratio(&problem, &plan);
+        let simulated = start.elapsed() - planned;
+        if seed % 8 == 0 && plan.transfers().len() < 20_000 {
+            verify(&plan).unwrap_or_else(|error| panic!("seed {seed}: {src} -> {dst}: {error}"));
+        }
+        if show {
+            eprintln!(
+                "{gap:.3} {seed} {src} -> {dst}: {} transfers, chunk {}, {planned:.1?} + {simulated:.1?}; {}",
+                plan.transfers().len(),
+                plan.chunk_bytes,
+                lower_bound(&problem).unwrap().reason
+            );
+        }
+        gaps.push(gap);
+    }
+    (gaps.iter().sum::<f64>() / gaps.len() as f64, gaps.iter().copied().fold(0.0, f64::max))
+}
+
+#[test]
+fn random_sums_on_hosts_with_one_nic() {
+    let (mean, worst) = gaps(sweep::count(60), |_| {});
+    eprintln!("one NIC a host: mean {mean:.4}, worst {worst:.4}");
+    assert!(mean <= 1.02 && worst <= 1.10, "mean {mean:.4}, worst {worst:.4}");
+}
+
+#[test]
+fn random_sums_with_a_nic_per_device() {
+    let change = |cluster: &mut Cluster| {
+        for host in &mut cluster.hosts {
+            let nics = host.devices;
+            *host = Host { nics, local_bytes_per_s: 2.0 * 1.25e9 * f64::from(nics), ..host.clone() };
+        }
+    };
+    let (mean, worst) = gaps(sweep::count(60), change);
+    eprintln!("a NIC per device: mean {mean:.4}, worst {worst:.4}");
+    assert!(mean <= 1.02 && worst <= 1.10, "mean {mean:.4}, worst {worst:.4}");
+}
+
+#[test]
+fn a_sum_that_every_host_can_make_stays_there() {
+    let problem = problem("f32[1048576]@A{h:2,d:2}(_ | sum d)", "f32[1048576]@A{h:2,d:2}(_)", None);
+    let (plan, gap) = flow(&problem);
+    assert!(plan.transfers().iter().all(|t| !plan.crosses_hosts(t)));
+    assert!(gap <= 1.02, "{gap}");
+}
+
+#[test]
+fn gradients_of_64_devices_reach_four_replicas() {
+    let problem =
+        problem("bf16[8192,8192]@T{fsdp:64}(_,_ | sum fsdp)", "bf16[8192,8192]@I{dp:4,tp:8}(tp,_)", Some(8));
+    let gap = flow(&problem).1;
+    assert!(gap <= 1.02, "{gap}");
+}
+
+#[test]
+fn long_chains_fill_fast() {
+    for devices in [64, 128, 256, 1024] {
+        let src = format!("f32[16777216]@A{{d:{devices}}}(_ | sum d)");
+        let gap = flow(&problem(&src, "f32[16777216]@B{d:8}(d)", Some(8))).1;
+        eprintln!("{devices} devices: {gap:.4}");
+        assert!(gap <= 1.05, "{devices} devices: {gap}");
+    }
+}
+
+#[test]
+#[ignore]
+fn debug_one() {
+    let seed: u64 = std::env::var("SEED").unwrap().parse().unwrap();
+    let (src, dst) = big_sums::pair(seed);
+    let pair = || (String::new(), src.parse().unwrap(), dst.parse().unwrap());
+    let mut cluster = Problem::new(vec![pair()], Hosts::default()).unwrap().cluster;
+    if std::env::var("PORTS").is_ok() {
+        for host in &mut cluster.hosts {
+            let nics = host.devices;
+            *host = Host { nics, local_bytes_per_s: 2.0 * 1.25e9 * f64::from(nics), ..host.clone() };
+        }
+    }
+    let problem = Problem::new(vec![pair()], Hosts::Described(cluster)).unwrap();
+    let plan = plan(&problem, &PlanOptions::default()).unwrap();
+    let bound = lower_bound(&problem).unwrap();
+    let trace = simulate(&lower(&plan), &problem.cluster).unwrap();
+    eprintln!("{src} -> {dst} {bound:?} takes {}", trace.makespan_s);
+    let mut links: Vec<_> =
+        trace.links.iter().map(|l| (l.bytes, format!("{:?}", l.link), l.bytes_per_s)).collect();
+    links.sort_by(|a, b| (b.0 as f64 / b.2).total_cmp(&(a.0 as f64 / a.2)));
+    for (bytes, link, rate) in links.iter().take(14) {
+        eprintln!("  {link} {bytes} {:.3} of the bound", *bytes as f64 / rate / bound.seconds);
+    }
+    for (i, t) in plan.transfers().iter().enumerate().take(60) {
+        eprintln!(
+            "t{i} {}->{} {} {} lane {} weight {} {:?} {}",
+            t.src,
+            t.dst,
+            plan.region(t),
+            t.bytes,
+            t.lane,
+            t.weight,
+            plan.after(t),
+            if t.reduce { "reduce" } else { "" }
+        );
+    }
+}
