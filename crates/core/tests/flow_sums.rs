@@ -157,3 +157,53 @@ fn debug_one() {
         );
     }
 }
+
+/// A larger limit never refuses what a smaller one allows, every plan keeps to its limit, and the hint is true.
+#[test]
+fn limits_are_monotone_and_hints_true() {
+    use crossmesh_core::reshard::PlanError;
+    use crossmesh_testkit::seed::{Seed, Shape, problem};
+    let case = |src: &str, dst: &str| self::problem(src, dst, Some(2));
+    let mut problems = vec![
+        case("f32[128,128]@A{h:2}(_,_ | max h)", "f32[128,128]@B{h:2}(h,_)"),
+        case("f32[32,32]@A{h:4}(_,_ | sum h)", "f32[32,32]@B{x:1}(_,_)"),
+        case("f32[999]@A{h:5}(_ | sum h)", "f32[999]@B{x:3}(x)"),
+    ];
+    let shape = Shape { hosts: 3, devices: 3, dims: 2, dim_len: 30, tensors: 2, partial: true };
+    let sums = (0..).map(|seed| problem(seed, shape));
+    let sums = sums.filter(|p| p.reshards.iter().any(|r| r.src.layout.num_contributions() > 1));
+    problems.extend(sums.take(sweep::count(120)));
+    let (mut planned, mut refused) = (0, 0);
+    for (p, problem) in problems.iter().enumerate() {
+        let mut seed = Seed(p as u64);
+        let mut limits: Vec<u64> = (0..6).map(|_| seed.draw() % (2 << seed.below(14))).collect();
+        limits.extend([0, 256, 1000, 10_000]);
+        limits.sort_unstable();
+        let mut allowed = false;
+        for limit in limits {
+            let with = |limit| {
+                plan(problem, &PlanOptions { max_extra_bytes: Some(limit), ..PlanOptions::default() })
+            };
+            let hint = match with(limit) {
+                Ok(plan) => {
+                    let proof = verify(&plan).unwrap_or_else(|e| panic!("problem {p} with {limit} B: {e}"));
+                    assert!(proof.peak_extra_bytes <= limit, "problem {p}: {proof} under {limit} B");
+                    (allowed, planned) = (true, planned + 1);
+                    continue;
+                }
+                Err(PlanError::OverBudget { needed, .. }) => needed,
+                Err(error) => panic!("problem {p} with {limit} B: {error}"),
+            };
+            refused += 1;
+            assert!(!allowed, "problem {p} is refused with {limit} B, and not with less");
+            assert!(hint > limit, "problem {p} with {limit} B: the hint says {hint} B");
+            assert!(
+                with(hint).is_ok(),
+                "problem {p}: the hint {hint} B does not work: {:?}",
+                with(hint).err()
+            );
+        }
+    }
+    eprintln!("{planned} planned, {refused} refused with a hint that works");
+    assert!(planned > problems.len() && refused > problems.len() / 4);
+}

@@ -34,6 +34,7 @@ use crate::region::Region;
 
 use super::super::demand::{SumClass, SumItem};
 use super::super::problem::PlanError;
+use super::super::strategy::MIN_CHUNK_BYTES;
 use holders::{Holders, by_host, in_turn};
 use room::{BOXES_IN_ROOM, Room};
 use roots::{Job, roots};
@@ -48,12 +49,14 @@ const MAX_BOXES: u64 = 1 << 16;
 /// Beyond this many transfers, pieces are cut no more than they have to be.
 const MANY_TRANSFERS: u64 = 100_000;
 
+/// Paths of boxes side by side that take more than this share of the time to fill are too slow.
+const SLOW_FILL_SHARE: u64 = 90;
+
 /// A cut of a piece on its way: between hosts, or inside one that has all parts.
 struct Cut<'a> {
     sum: &'a SumItem,
     region: Region,
     bytes: u64,
-    class: usize,
     /// Whose turn it is, among devices that can stand in for each other.
     turn: usize,
     /// Adders by host (or for a cut inside a host, its own alone), each part with its holders.
@@ -87,15 +90,12 @@ impl Emitter<'_> {
                         (true, false) => c,
                         (false, _) => 0,
                     };
-                    let cut = Draft { sum, region, bytes, class: c, turn, holders };
+                    let cut = Draft { sum, region, bytes, turn, holders };
                     self.sort_cut(cut, &mut sends, &mut between, &mut inside);
                 }
             }
         }
         let mut room = self.room(&between, &inside, max_extra_bytes)?;
-        // While devices of a host send one class each, all devices of the others take one in.
-        let num_classes = demands.sum_classes.len();
-        between.sort_by_key(|cut: &Cut| (cut.class + num_classes - cut.turn % num_classes) % num_classes);
         self.between_hosts(&between, room.as_mut());
         for (host, cuts) in &inside {
             self.inside_host(*host, cuts, room.as_mut());
@@ -189,13 +189,20 @@ impl Emitter<'_> {
         let rates: Vec<f64> = self.problem.cluster.hosts.iter().map(|h| h.in_bytes_per_s()).collect();
         let jobs: Vec<Job> = cuts.iter().map(Cut::among_hosts).collect();
         let (roots, all_add) = roots(&jobs, &rates);
-        let with = |emitter: &Self, shape| -> Vec<Tree> {
-            let trees = cuts.iter().zip(&roots);
-            trees.map(|(cut, &root)| emitter.tree_between(cut, HostId(root), shape)).collect()
-        };
         let adding: BTreeSet<u32> = jobs.iter().flat_map(|job| job.adders.iter().copied()).collect();
         let apart = !jobs.iter().flat_map(|job| &job.receivers).any(|r| adding.contains(r));
-        self.emit_best(cuts, with, (all_add, apart), room);
+        let one_end = |job: &Job| job.receivers.len() == 1;
+        let ends: BTreeSet<HostId> = match jobs.iter().all(one_end) {
+            true => roots.iter().map(|&h| HostId(h)).collect(),
+            false => BTreeSet::new(),
+        };
+        // A star sends nothing on before all has arrived: others must not wait for that.
+        let may_star = all_add && jobs.iter().all(|job| one_end(job) || job.receivers == job.adders);
+        let with = |emitter: &Self, shape| -> Vec<Tree> {
+            let trees = cuts.iter().zip(&roots);
+            trees.map(|(cut, &root)| emitter.tree_between(cut, HostId(root), shape, &ends)).collect()
+        };
+        self.emit_best(cuts, with, (may_star, apart), room);
     }
 
     fn inside_host(&mut self, host: HostId, cuts: &[Cut], room: Option<&mut Room>) {
@@ -226,26 +233,42 @@ impl Emitter<'_> {
                 (trees, shape) = (stars, Shape::Star);
             }
         }
+        let follow = apart && self.fills_slowly(cuts, &trees);
         let mut routes: FxHashMap<&Tree, u32> = FxHashMap::default();
         let mut boxes: Vec<Box> = vec![];
         for (cut, tree) in cuts.iter().zip(&trees) {
             let region = self.plan.add_region(cut.region.clone());
             let mut of = Box::new(cut.sum.tensor, region, tree, self.demands.set(cut.sum.receivers));
             of.root_adds = cut.root_adds(tree);
-            // Boxes that leave hosts where no sum arrives may follow each other all the way.
-            if shape == Shape::Path && !apart {
+            if shape == Shape::Path && !follow {
                 let next = routes.len() as u32 + 1;
                 of.route = *routes.entry(tree).or_insert(next);
             }
             boxes.push(of);
         }
         match shape {
-            Shape::Path => boxes.iter_mut().for_each(|of| {
-                (0..of.tree.up.len()).for_each(|path| self.sum_up(of, path, room.as_deref_mut()));
-                self.sum_down(of);
-            }),
+            Shape::Path => {
+                for index in in_lanes(&boxes) {
+                    let of = &mut boxes[index];
+                    (0..of.tree.up.len()).for_each(|path| self.sum_up(of, path, room.as_deref_mut()));
+                    self.sum_down(of);
+                }
+            }
             Shape::Star => self.stars(&mut boxes),
         }
+    }
+
+    /// Whether boxes side by side would take too long to fill their paths even with the smallest chunks. Where no sum
+    /// arrives at a host that adds, they may as well follow each other all the way.
+    fn fills_slowly(&self, cuts: &[Cut], trees: &[Tree]) -> bool {
+        let mut starts: FxHashMap<Rank, (u64, u64)> = FxHashMap::default();
+        for (cut, tree) in cuts.iter().zip(trees) {
+            let (count, bytes) = starts.entry(tree.up.first().map_or(tree.root, |path| path[0])).or_default();
+            (*count, *bytes) = (*count + 1, *bytes + cut.bytes);
+        }
+        let crossings =
+            cuts.iter().map(|cut| cut.cover.len() + cut.receivers.len()).max().unwrap_or(0) as u64;
+        starts.values().any(|(count, bytes)| count * crossings * MIN_CHUNK_BYTES * SLOW_FILL_SHARE > *bytes)
     }
 
     /// Everybody sends to its neighbour first, then to the next but one, and so on: nobody has to wait for others.
@@ -259,8 +282,9 @@ impl Emitter<'_> {
         boxes.iter_mut().for_each(|of| self.sum_down(of));
     }
 
-    /// Up to the root's host, around the ring of hosts, and on to the other receivers.
-    fn tree_between(&self, cut: &Cut, root_host: HostId, shape: Shape) -> Tree {
+    /// Up to the root's host, around the ring of hosts, and on to the other receivers. Where every sum ends at one of
+    /// the hosts `ends`, these come last, so that all sums go the same way as far as they can.
+    fn tree_between(&self, cut: &Cut, root_host: HostId, shape: Shape, ends: &BTreeSet<HostId>) -> Tree {
         let own = cut.cover.iter().find(|(host, _)| *host == root_host).map(|(_, parts)| parts.as_slice());
         let root = root_of(&cut.receivers[&root_host], own.unwrap_or(&[]), cut.turn);
         let mut tree = Tree::new(root);
@@ -268,10 +292,11 @@ impl Emitter<'_> {
         // Who also receives comes first on a path: the first takes in nothing.
         let receives = |host: &HostId| cut.receivers.contains_key(host);
         match shape {
-            Shape::Star => cover.sort_by_key(|(h, _)| (*h != root_host, *h < root_host, *h)),
-            Shape::Path => {
-                cover.sort_by_key(|(h, _)| (*h == root_host, !receives(h), receives(h) && *h < root_host, *h))
-            }
+            Shape::Star => cover.sort_by_key(|(h, _)| (*h == root_host, *h < root_host, *h)),
+            Shape::Path => cover.sort_by_key(|(h, _)| {
+                let turns = receives(h) || ends.contains(h);
+                (*h == root_host, !receives(h), ends.contains(h), turns && *h < root_host, *h)
+            }),
         }
         let mut path: Vec<Rank> = vec![];
         for (_, parts) in cover {
@@ -309,6 +334,24 @@ impl Emitter<'_> {
     }
 }
 
+/// The order of boxes in which those that start at different ranks take turns. Each rank starts at another place of its
+/// list, so that what goes to different receivers is under way at the same time.
+fn in_lanes(boxes: &[Box]) -> Vec<usize> {
+    let mut lanes: BTreeMap<Rank, Vec<usize>> = BTreeMap::new();
+    for (index, of) in boxes.iter().enumerate() {
+        lanes.entry(of.tree.up.first().map_or(of.tree.root, |path| path[0])).or_default().push(index);
+    }
+    let num_lanes = lanes.len();
+    let mut turns: Vec<(usize, usize)> = Vec::with_capacity(boxes.len());
+    for (l, lane) in lanes.into_values().enumerate() {
+        let first = l * lane.len() / num_lanes;
+        let order = lane[first..].iter().chain(&lane[..first]);
+        turns.extend(order.enumerate().map(|(turn, &index)| (turn, index)));
+    }
+    turns.sort_unstable();
+    turns.into_iter().map(|(_, index)| index).collect()
+}
+
 /// How much more than paths stars may put on a link.
 const AS_GOOD: f64 = 1.002;
 
@@ -341,15 +384,14 @@ struct Draft<'a> {
     sum: &'a SumItem,
     region: Region,
     bytes: u64,
-    class: usize,
     turn: usize,
     holders: &'a Holders,
 }
 
 impl<'a> Draft<'a> {
     fn with(&self, cover: Vec<(HostId, Vec<&'a [Rank]>)>, receivers: BTreeMap<HostId, Vec<Rank>>) -> Cut<'a> {
-        let Draft { sum, bytes, class, turn, .. } = *self;
-        Cut { sum, region: self.region.clone(), bytes, class, turn, cover, receivers }
+        let Draft { sum, bytes, turn, .. } = *self;
+        Cut { sum, region: self.region.clone(), bytes, turn, cover, receivers }
     }
 }
 

@@ -136,7 +136,10 @@ impl Emitter<'_> {
             if let Some(room) = room.as_mut().filter(|_| !is_first && !of.is_wanted_by(from)) {
                 room.leave(from, id);
             }
-            of.read_by.insert(from, id);
+            // What it held from the start stays where it is; what came in is in the way of what comes next.
+            if !is_first {
+                of.read_by.insert(from, id);
+            }
             of.arrived.entry(to).or_default().push(id);
         }
     }
