@@ -18,17 +18,8 @@ fn problem(src: &str, dst: &str, devices_per_host: Option<u32>) -> Problem {
 fn flow(problem: &Problem) -> (Plan, f64) {
     let plan = plan(problem, &PlanOptions::default()).unwrap();
     verify(&plan).unwrap();
-    (ratio(problem, &plan), plan).swap()
-}
-
-trait Swap<A, B> {
-    fn swap(self) -> (B, A);
-}
-
-impl<A, B> Swap<A, B> for (A, B) {
-    fn swap(self) -> (B, A) {
-        (self.1, self.0)
-    }
+    let gap = ratio(problem, &plan);
+    (plan, gap)
 }
 
 fn ratio(problem: &Problem, plan: &Plan) -> f64 {
@@ -206,4 +197,24 @@ fn limits_are_monotone_and_hints_true() {
     }
     eprintln!("{planned} planned, {refused} refused with a hint that works");
     assert!(planned > problems.len() && refused > problems.len() / 4);
+}
+
+/// Pieces are put together: 512 devices on 64 hosts, and 4,096 on 512, which would take 16 million transfers one by one.
+#[test]
+fn reduce_scatters_over_very_many_devices_take_few_transfers() {
+    let over = |n: u32| {
+        problem(
+            &format!("f32[{n},4096]@A{{d:{n}}}(_,_ | sum d)"),
+            &format!("f32[{n},4096]@A{{d:{n}}}(d,_)"),
+            Some(8),
+        )
+    };
+    let (plan, gap) = flow(&over(512));
+    eprintln!("512 devices: {gap:.4} x the bound, {} transfers", plan.transfers().len());
+    assert!(gap <= 1.10, "{gap}");
+    let large = over(4096);
+    let start = Instant::now();
+    let plan = crossmesh_core::reshard::plan(&large, &PlanOptions::default()).unwrap();
+    eprintln!("4096 devices: {} transfers planned in {:.1?}", plan.transfers().len(), start.elapsed());
+    assert!(plan.transfers().len() < 1_000_000);
 }

@@ -24,10 +24,10 @@ use super::assign::least_time;
 use super::bound::{bound_of, out_jobs};
 use super::demand::Demands;
 use super::lower::lower;
-use super::plan::{Plan, Transfer};
+use super::plan::Plan;
 use super::problem::{PlanError, Problem};
 use super::strategy::{MIN_CHUNK_BYTES, PlanOptions};
-use crate::id::{Rank, TransferId};
+use crate::id::Rank;
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
 use routes::{Route, routes};
@@ -37,9 +37,7 @@ use tiers::tiered_routes;
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
 /// Chunks are small enough for a chain to fill in this share of the busiest link's time, within limits.
 const FILL_SHARE: u64 = 512;
-/// Chunks below this size cost more than they save, unless a chain is so long that it would not fill in this share.
 const MIN_CHUNK: u64 = 32 << 10;
-const LONG_FILL_SHARE: u64 = 128;
 const MAX_CHUNK: u64 = 4 << 20;
 /// How much longer than the bound the ports beside the right devices may take before others relay.
 const RELAY_GAIN: f64 = 1.01;
@@ -231,63 +229,37 @@ fn deepest(routes: &[Vec<Route>]) -> u32 {
     routes.iter().flatten().flat_map(|r| &r.edges).map(|e| e.depth).max().unwrap_or(0)
 }
 
-/// A chunk that lets the longest chain fill in a small share of the time. A hop's first chunk takes as many chunks' time
-/// as there are lanes side by side on its link.
+/// A chunk that lets the deepest chain fill in a small share of the time: with `n` lanes side by side on a port, a hop's
+/// first chunk takes `n` chunks' time.
 pub(crate) fn fitting_chunk(plan: &Plan) -> u64 {
+    if plan.transfers().iter().any(|t| t.reduce) {
+        return sums::chunk::fitting(plan);
+    }
     let topology = &plan.problem.topology;
-    let link = |t: &Transfer| match plan.crosses_hosts(t) {
-        true => (true, topology.port(t.src).0),
-        false => (false, t.src.0),
-    };
-    let rate = |t: &Transfer| match plan.crosses_hosts(t) {
-        true => topology.ports[topology.port(t.src).index()].out_bytes_per_s,
-        false => plan.problem.cluster.hosts[topology.host(t.src).index()].local_bytes_per_s,
-    };
-    let mut loads: FxHashMap<(bool, u32), (f64, FxHashSet<u32>)> = FxHashMap::default();
-    for t in plan.transfers() {
-        let (seconds, lanes) = loads.entry(link(t)).or_default();
-        *seconds += t.bytes as f64 / rate(t);
-        lanes.insert(t.lane);
+    let mut port_bytes = vec![0u64; topology.ports.len()];
+    let mut side_by_side: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();
+    let depth = network_depths(plan).into_iter().max().unwrap_or(0);
+    for transfer in plan.transfers().iter().filter(|t| plan.crosses_hosts(t)) {
+        port_bytes[topology.port(transfer.src).index()] += transfer.bytes;
+        if depth > 0 {
+            side_by_side.entry(topology.port(transfer.src).0).or_default().insert(transfer.lane);
+        }
     }
-    let byte_s = |t: &Transfer| loads[&link(t)].1.len() as f64 / rate(t);
-    let chains = along_chains(plan, byte_s).into_iter().zip(plan.transfers());
-    let fill_s = chains.filter(|(_, t)| leader(plan, t).is_some()).map(|(s, _)| s).fold(0.0, f64::max);
-    let busiest_s = loads.values().map(|(seconds, _)| *seconds).fold(0.0, f64::max);
-    if fill_s == 0.0 {
-        let rate = plan.transfers().iter().map(rate).fold(0.0, f64::max);
-        return whole_chunk((busiest_s * rate) as u64 / FILL_SHARE, MIN_CHUNK);
-    }
-    let within = |share: u64| (busiest_s / fill_s / share as f64) as u64;
-    whole_chunk(within(FILL_SHARE).max(within(LONG_FILL_SHARE).min(MIN_CHUNK)), MIN_CHUNK_BYTES)
+    let channels = side_by_side.values().map(|c| c.len() as u64).max().unwrap_or(1);
+    let busiest = port_bytes.into_iter().max().unwrap_or(0);
+    let chunk = busiest / (FILL_SHARE * u64::from(depth + 1) * channels);
+    let power_of_two = 1 << chunk.max(1).ilog2();
+    chunk.min(power_of_two).clamp(MIN_CHUNK, MAX_CHUNK)
 }
 
-/// A power of two within limits.
-fn whole_chunk(bytes: u64, least: u64) -> u64 {
-    (1 << bytes.max(1).ilog2()).clamp(least, MAX_CHUNK)
-}
-
-/// For every transfer, how often its box has crossed between hosts before.
+/// For every transfer, how often its box has crossed between hosts before. A transfer follows one that brought the same
+/// box to its source; it is the first in its `after`.
 fn network_depths(plan: &Plan) -> Vec<u32> {
-    let crosses = |t: &Transfer| u32::from(plan.crosses_hosts(t));
-    let upto = along_chains(plan, crosses);
-    plan.transfers().iter().zip(upto).map(|(t, depth)| depth - crosses(t)).collect()
-}
-
-/// For every transfer, what it and those that it follows come to.
-fn along_chains<T: Copy + Default + std::ops::Add<Output = T>>(
-    plan: &Plan,
-    of: impl Fn(&Transfer) -> T,
-) -> Vec<T> {
-    let mut sums: Vec<T> = Vec::with_capacity(plan.transfers().len());
+    let mut depths: Vec<u32> = Vec::with_capacity(plan.transfers().len());
     for t in plan.transfers() {
-        sums.push(of(t) + leader(plan, t).map_or(T::default(), |id| sums[id.index()]));
+        let leader = plan.after(t).first().map(|a| (*a, &plan.transfers()[a.index()]));
+        let leader = leader.filter(|(_, l)| l.dst == t.src && l.region == t.region);
+        depths.push(leader.map_or(0, |(id, l)| depths[id.index()] + u32::from(plan.crosses_hosts(l))));
     }
-    sums
-}
-
-/// The transfer that brings a box to where another takes it up; it is the first in the other's `after`.
-fn leader(plan: &Plan, t: &Transfer) -> Option<TransferId> {
-    let first = *plan.after(t).first()?;
-    let before = &plan.transfers()[first.index()];
-    (before.dst == t.src && before.region == t.region).then_some(first)
+    depths
 }

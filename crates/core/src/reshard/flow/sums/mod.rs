@@ -18,6 +18,8 @@
 //! A rank that adds up what it does not want needs memory for it. Under a limit everything goes along paths, in boxes
 //! so small that several fit ([`room`]).
 
+mod blocks;
+pub(super) mod chunk;
 mod holders;
 mod room;
 mod roots;
@@ -35,6 +37,7 @@ use crate::region::Region;
 use super::super::demand::{SumClass, SumItem};
 use super::super::problem::PlanError;
 use super::super::strategy::MIN_CHUNK_BYTES;
+use blocks::{Blocks, MANY_PAIRS};
 use holders::{Holders, by_host, in_turn};
 use room::{BOXES_IN_ROOM, Room};
 use roots::{Job, roots};
@@ -77,7 +80,12 @@ impl Emitter<'_> {
         let few = self.num_transfers() <= MANY_TRANSFERS;
         let (mut between, mut inside) = (vec![], BTreeMap::<HostId, Vec<Cut>>::new());
         let mut sends = vec![0u64; topology.num_hosts()];
-        for (c, class) in demands.sum_classes.iter().enumerate() {
+        let in_blocks = match max_extra_bytes {
+            None => self.sums_in_blocks(&holders),
+            Some(_) => vec![false; holders.len()],
+        };
+        let rest = demands.sum_classes.iter().enumerate().filter(|(_, c)| !in_blocks[c.source as usize]);
+        for (c, class) in rest {
             let (roots, devices) = self.num_turns(class, &holders[class.source as usize], few);
             for &item in &class.items {
                 let sum = &demands.sums[item as usize];
@@ -101,6 +109,31 @@ impl Emitter<'_> {
             self.inside_host(*host, cuts, room.as_mut());
         }
         Ok(())
+    }
+
+    /// Emits sums that would take very many transfers piece by piece; says which.
+    fn sums_in_blocks(&mut self, holders: &[Holders]) -> Vec<bool> {
+        let (demands, topology) = (self.demands, &self.problem.topology);
+        let mut by_source: Vec<Vec<&SumClass>> = vec![vec![]; holders.len()];
+        demands.sum_classes.iter().for_each(|class| by_source[class.source as usize].push(class));
+        let mut done = vec![false; holders.len()];
+        for (source, classes) in by_source.iter().enumerate() {
+            let pairs = classes.len() as u64 * demands.sources[source].parts.len() as u64;
+            if pairs < MANY_PAIRS {
+                continue;
+            }
+            let one_host = |class: &&SumClass| {
+                let receivers = demands.set(class.receivers);
+                let host = topology.host(*receivers.first()?);
+                receivers.iter().all(|&r| topology.host(r) == host).then_some(host)
+            };
+            let Some(hosts) = classes.iter().map(one_host).collect::<Option<Vec<HostId>>>() else { continue };
+            if let Some(blocks) = Blocks::of(classes, &holders[source], demands, &hosts) {
+                self.blocks(&blocks);
+                done[source] = true;
+            }
+        }
+        done
     }
 
     /// How many transfers there will be at least.
