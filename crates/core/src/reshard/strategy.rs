@@ -108,21 +108,26 @@ pub fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError>
     }
 }
 
-/// Plans with every strategy that can, and takes the plan with the least predicted time; the earlier on a tie.
+/// Plans with every strategy that can, and takes the plan with the least predicted time; the earlier on a tie. Only if
+/// none can does it fail, with `flow`'s reason.
 fn plan_fastest(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
-    let mut plans = vec![];
+    let (mut plans, mut failures) = (vec![], vec![]);
     for strategy in Strategy::CONCRETE.into_iter().rev() {
         match plan(problem, &PlanOptions { strategy, ..options.clone() }) {
             Ok(plan) => plans.push((plan.predicted_s(), plan)),
-            Err(PlanError::CannotReduce { .. } | PlanError::OverBudget { .. })
-                if strategy != Strategy::Flow => {}
-            Err(error) => return Err(error),
+            Err(error) => failures.push((strategy, error)),
         }
     }
     let times: Vec<String> = plans.iter().map(|(s, p)| format!("{} {}", p.strategy, Seconds(*s))).collect();
-    let (_, mut plan) =
-        plans.into_iter().reduce(|a, b| if b.0 < a.0 * 0.999 { b } else { a }).expect("flow plans");
+    let Some((_, mut plan)) = plans.into_iter().reduce(|a, b| if b.0 < a.0 * 0.999 { b } else { a }) else {
+        return Err(failures.swap_remove(0).1);
+    };
     plan.reasons.insert(0, format!("auto chose {} by predicted time: {}", plan.strategy, times.join(", ")));
+    // That baselines cannot add up goes without saying.
+    for (strategy, error) in failures.iter().filter(|(_, e)| !matches!(e, PlanError::CannotReduce { .. })) {
+        let said = error.to_string();
+        plan.reasons.insert(1, format!("{strategy} cannot: {}", said.lines().next().unwrap_or_default()));
+    }
     Ok(plan)
 }
 
@@ -156,6 +161,23 @@ mod tests {
         assert_eq!(chunk(1 << 30), 512 << 10);
         assert_eq!(chunk((1 << 30) + (1 << 29)), 512 << 10);
         assert_eq!(chunk(1 << 40), 4 << 20);
+    }
+
+    #[test]
+    fn auto_does_without_strategies_that_fail() {
+        // Flow's way to many NICs is not the baselines'; whichever can, does.
+        let options = |limit| PlanOptions {
+            strategy: Strategy::Auto,
+            max_extra_bytes: Some(limit),
+            ..PlanOptions::default()
+        };
+        let sum = problem(&[("f32[64,64]@A{h:4}(_,_ | sum h)", "f32[64,64]@B{x:2}(x,_)")]);
+        assert_eq!(plan(&sum, &options(4096)).unwrap().strategy, "flow");
+        let flow = PlanOptions { strategy: Strategy::Flow, ..options(1) };
+        // Nobody can: flow's reason, which says how much would do.
+        assert_eq!(plan(&sum, &options(1)).unwrap_err(), plan(&sum, &flow).unwrap_err());
+        let copies = problem(&[("f32[64,64]@A{h:4}(h,_)", "f32[64,64]@B{x:2}(_,_)")]);
+        assert!(plan(&copies, &options(0)).is_ok());
     }
 
     #[test]

@@ -57,7 +57,7 @@ pub(super) struct Emitter<'a> {
     stretches: Vec<Vec<Stretch>>,
     ports: PortTable,
     /// Whether any host has a choice of ports.
-    many_ports: bool,
+    pub(super) many_ports: bool,
     /// Whether what crosses between hosts is also brought to who wants it on the holders' own.
     serves_home: bool,
     /// Counts boxes, so that devices that can stand in for each other take turns.

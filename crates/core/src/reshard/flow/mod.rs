@@ -232,6 +232,9 @@ fn deepest(routes: &[Vec<Route>]) -> u32 {
 /// A chunk that lets the deepest chain fill in a small share of the time: with `n` lanes side by side on a port, a hop's
 /// first chunk takes `n` chunks' time.
 pub(crate) fn fitting_chunk(plan: &Plan) -> u64 {
+    if plan.transfers().iter().any(|t| t.reduce) {
+        return sums::chunk::fitting(plan);
+    }
     let topology = &plan.problem.topology;
     let mut port_bytes = vec![0u64; topology.ports.len()];
     let mut side_by_side: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();

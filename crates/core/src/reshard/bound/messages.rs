@@ -1,0 +1,243 @@
+//! How many messages cannot be spared, and what they cost.
+//!
+//! Give every link a price, 1 for those of *busy* nodes and `rho <= 1` for those of the others. A plan that moves a byte
+//! pays the price of every link it takes. In `T` seconds all links together carry prices of at most
+//! `T * (busy rate + rho * other rate)`; so if no way of moving a piece costs less than `c` a byte,
+//!
+//! ```text
+//! T >= sum of bytes * c / (busy rate + rho * other rate)       whatever the plan
+//! ```
+//!
+//! What no way costs less than follows from who knows what when. Say a sum has parts on `C` nodes, none on two of them,
+//! and is wanted on `R`. Until some node knows all of it, every node with a part but that one has sent; afterwards every
+//! receiver but that one is still to hear of it:
+//!
+//! ```text
+//! C = R = {a b c}      a -> b -> c      then  c -> a, c -> b       C - 1 + R - 1 messages
+//! with a helper x      a -> x <- b, x -> c    c -> a, c -> b       one more, but two of them go into x, not into a b c
+//! ```
+//!
+//! Messages into links priced `rho`: without helpers `C - 2` of those above go into nodes besides the receivers' last
+//! ones (`C - 1` if no receiver holds a part); with helpers all but the last of the first `C - 1` (or `C`) may go into
+//! helpers. The same backwards for messages out of nodes, where a part that several nodes hold may leave any of them.
+//! Parts on several nodes: `C` is the fewest nodes that have them all.
+
+use std::collections::BTreeSet;
+
+/// Who holds the parts of a sum, as nodes of a level.
+#[derive(Debug)]
+pub(super) struct Parts {
+    /// Nodes that are alone with some part; rising.
+    alone: Vec<u32>,
+    /// Holders of further parts, disjoint from each other and from `alone`.
+    groups: Vec<Vec<u32>>,
+    holders: Vec<u32>,
+    /// Nodes with every part; rising.
+    pub complete: Vec<u32>,
+    /// At least so many nodes are needed to have every part.
+    fewest: usize,
+    /// Nobody on this level has some part: it is another level's business.
+    pub is_lacking: bool,
+}
+
+impl Parts {
+    /// From the holders of every part, each list rising.
+    pub(super) fn of(parts: Vec<Vec<u32>>) -> Self {
+        let alone: BTreeSet<u32> = parts.iter().filter(|p| p.len() == 1).map(|p| p[0]).collect();
+        let mut taken = alone.clone();
+        let mut groups: Vec<Vec<u32>> = vec![];
+        let mut shared: Vec<&Vec<u32>> = parts.iter().filter(|p| p.len() > 1).collect();
+        shared.sort_by_key(|p| p.len());
+        for part in &shared {
+            if part.iter().all(|n| !taken.contains(n)) {
+                taken.extend(part.iter());
+                groups.push(part.to_vec());
+            }
+        }
+        // Those who are alone with a part are needed anyway; so is, of disjoint groups, somebody of each.
+        let rest: Vec<&&Vec<u32>> = shared.iter().filter(|p| !p.iter().any(|n| alone.contains(n))).collect();
+        let mut held = std::collections::BTreeMap::<u32, usize>::new();
+        rest.iter().flat_map(|p| p.iter()).for_each(|&n| *held.entry(n).or_default() += 1);
+        let most = held.values().copied().max().unwrap_or(1);
+        let fewest = alone.len() + groups.len().max(rest.len().div_ceil(most));
+        let holders: BTreeSet<u32> = parts.iter().flatten().copied().collect();
+        let complete = parts.iter().min_by_key(|p| p.len()).cloned().unwrap_or_default();
+        let has_all = |n: &u32| parts.iter().all(|p| p.binary_search(n).is_ok());
+        Self {
+            is_lacking: parts.iter().any(Vec::is_empty),
+            alone: alone.into_iter().collect(),
+            groups,
+            holders: holders.into_iter().collect(),
+            complete: complete.into_iter().filter(has_all).collect(),
+            fewest: fewest.max(1),
+        }
+    }
+
+    fn each_is_alone(&self) -> bool {
+        self.alone.len() == self.holders.len()
+    }
+}
+
+/// Bytes that have to be brought together and to be brought to nodes that lack some of them.
+#[derive(Debug)]
+pub(super) struct Need<'a> {
+    pub bytes: u64,
+    /// Nodes that cannot do without a message; rising.
+    pub receivers: Vec<u32>,
+    held: Held<'a>,
+    /// Whether some receiver holds a part.
+    shared: bool,
+}
+
+#[derive(Debug)]
+enum Held<'a> {
+    Whole(&'a [u32]),
+    Sum(&'a Parts),
+}
+
+impl<'a> Need<'a> {
+    pub(super) fn of_whole(bytes: u64, holders: &'a [u32], receivers: &[u32]) -> Self {
+        Self { bytes, receivers: receivers.to_vec(), held: Held::Whole(holders), shared: false }
+    }
+
+    pub(super) fn of_sum(bytes: u64, parts: &'a Parts, receivers: Vec<u32>) -> Self {
+        let shared = receivers.iter().any(|r| parts.holders.binary_search(r).is_ok());
+        Self { bytes, receivers, held: Held::Sum(parts), shared }
+    }
+
+    fn holders(&self) -> &'a [u32] {
+        match self.held {
+            Held::Whole(holders) => holders,
+            Held::Sum(parts) => &parts.holders,
+        }
+    }
+
+    fn sources(&self) -> (&'a [u32], &'a [Vec<u32>]) {
+        match self.held {
+            Held::Whole(holders @ [_]) => (holders, &[]),
+            Held::Whole(_) => (&[], &[]),
+            Held::Sum(parts) => (&parts.alone, &parts.groups),
+        }
+    }
+
+    /// Nodes that have to send because nobody else holds something that others want.
+    pub(super) fn leaving_alone(&self) -> impl Iterator<Item = u32> {
+        let receivers = &self.receivers;
+        self.sources().0.iter().copied().filter(move |n| receivers.iter().any(|r| r != n))
+    }
+
+    /// Sets of several nodes, one of which has to send; disjoint, and without the nodes above.
+    pub(super) fn leaving_groups(&self) -> impl Iterator<Item = &'a [u32]> {
+        let whole = match self.held {
+            Held::Whole(holders) if holders.len() > 1 => Some(holders),
+            _ => None,
+        };
+        let receivers = &self.receivers;
+        let is_wanted = move |group: &&[u32]| receivers.iter().any(|r| group.binary_search(r).is_err());
+        self.sources().1.iter().map(Vec::as_slice).filter(is_wanted).chain(whole)
+    }
+
+    fn fewest(&self) -> usize {
+        match self.held {
+            Held::Whole(_) => 1,
+            Held::Sum(parts) => parts.fewest,
+        }
+    }
+
+    /// Messages besides one into each receiver, without helpers and if helpers take what they can.
+    fn extra_in(&self) -> (usize, usize) {
+        match (self.fewest(), self.shared) {
+            (0 | 1, _) => (0, 0),
+            (n, true) => (n - 2, n - 1),
+            (n, false) => (n - 1, n),
+        }
+    }
+
+    /// The same for messages besides those that have to leave, where every part has one node.
+    fn extra_out(&self) -> Option<(usize, usize)> {
+        let receivers = self.receivers.len();
+        match self.held {
+            Held::Whole(_) => Some((receivers - 1, receivers)),
+            Held::Sum(parts) if !parts.each_is_alone() || parts.fewest < 2 => None,
+            Held::Sum(_) if self.shared => Some((receivers.saturating_sub(2), receivers - 1)),
+            Held::Sum(_) => Some((receivers - 1, receivers)),
+        }
+    }
+
+    fn is_within(&self, busy: &[bool]) -> bool {
+        self.holders().iter().chain(&self.receivers).all(|&n| busy[n as usize])
+    }
+
+    fn cost_in(&self, busy: &[bool], rho: f64) -> f64 {
+        let price = |n: &u32| if busy[*n as usize] { 1.0 } else { rho };
+        let (without, helped) = self.extra_in();
+        let extra = match self.is_within(busy) {
+            true => (without as f64).min(rho * helped as f64),
+            false => rho * without as f64,
+        };
+        self.receivers.iter().map(price).sum::<f64>() + extra
+    }
+
+    fn cost_out(&self, busy: &[bool], rho: f64) -> f64 {
+        let leaving = self.leaving_alone().filter(|&n| busy[n as usize]).count()
+            + self.leaving_groups().filter(|g| g.iter().all(|&n| busy[n as usize])).count();
+        let all = (self.receivers.len() + self.extra_in().0).max(leaving);
+        match self.extra_out().filter(|_| self.is_within(busy)) {
+            Some((without, helped)) => leaving as f64 + (without as f64).min(rho * helped as f64),
+            None => leaving as f64 + rho * (all - leaving) as f64,
+        }
+    }
+}
+
+/// Sets of nodes that are worth a look: those with something to add up, those with anything to do, and these.
+pub(super) fn busy_sets(needs: &[Need], binding: &[u32], num_nodes: usize) -> Vec<Vec<bool>> {
+    let among = |chosen: &dyn Fn(&Need) -> bool| {
+        let mut busy = vec![false; num_nodes];
+        for need in needs.iter().filter(|n| chosen(n)) {
+            need.holders().iter().chain(&need.receivers).for_each(|&n| busy[n as usize] = true);
+        }
+        busy
+    };
+    let mut bound_by = vec![false; num_nodes];
+    binding.iter().for_each(|&n| bound_by[n as usize] = true);
+    let mut sets = vec![among(&|_| true), among(&|need| need.fewest() > 1), bound_by];
+    sets.dedup();
+    sets.retain(|set| set.contains(&true));
+    sets
+}
+
+/// The least seconds by messages into nodes, and what the busy ones have to carry of them.
+pub(super) fn into(needs: &[Need], busy: &[bool], rates: &[f64]) -> (f64, u64) {
+    worst_price(needs, busy, rates, |need| Some(need.extra_in()), Need::cost_in)
+}
+
+/// The same by messages out of nodes.
+pub(super) fn out_of(needs: &[Need], busy: &[bool], rates: &[f64]) -> (f64, u64) {
+    worst_price(needs, busy, rates, Need::extra_out, Need::cost_out)
+}
+
+/// Tries the prices at which helping begins to pay for some piece; in between nothing is worse.
+fn worst_price<'a>(
+    needs: &[Need<'a>],
+    busy: &[bool],
+    rates: &[f64],
+    extra: impl Fn(&Need<'a>) -> Option<(usize, usize)>,
+    cost: impl Fn(&Need<'a>, &[bool], f64) -> f64,
+) -> (f64, u64) {
+    let sum = |chosen: bool| -> f64 {
+        rates.iter().zip(busy).filter(|(_, b)| **b == chosen).map(|(rate, _)| rate).sum()
+    };
+    let (busy_rate, other_rate) = (sum(true), sum(false));
+    let turning: BTreeSet<(usize, usize)> = needs.iter().filter_map(&extra).filter(|e| e.1 > 0).collect();
+    let prices = turning.iter().map(|&(without, helped)| without as f64 / helped as f64);
+    let mut worst = (0.0, 0);
+    for rho in prices.chain([0.0, 1.0]) {
+        let others = if rho > 0.0 { rho * other_rate } else { 0.0 };
+        let carried: f64 = needs.iter().map(|need| need.bytes as f64 * cost(need, busy, rho)).sum();
+        let seconds = carried / (busy_rate + others);
+        if seconds > worst.0 {
+            worst = (seconds, carried as u64);
+        }
+    }
+    worst
+}

@@ -1,0 +1,157 @@
+//! The way of one box: who adds up, and who gets the sum.
+//!
+//! Parts flow up a tree to its root, every rank on the way adding its own; from the root the sum flows to whoever else
+//! wants it.
+//!
+//! ```text
+//! up     r0 -> r1 -> r4,  r2 -> r3 -> r4      r1, r3 and r4 add what arrives to their own part
+//! root   r4
+//! down   r4 -> r0,  r0 -> r2
+//! ```
+//!
+//! Trees have one of two shapes:
+//!
+//! ```text
+//! star   a -> w, b -> w, c -> w     w takes in all of them, one after the other
+//! path   a -> b -> c -> w           everybody takes in one and sends one
+//! ```
+//!
+//! With a star nobody waits for others, but its root takes in as much as there are parts. Where everybody who adds is
+//! the root of its share, stars put no more on any link than paths do; where few want what many hold, only paths keep up.
+
+use rustc_hash::FxHashMap;
+
+use crate::id::{Rank, RegionId, TransferId};
+
+use super::super::super::problem::Problem;
+use super::super::emit::Emitter;
+use super::room::Room;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Shape {
+    Star,
+    Path,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Tree {
+    /// Paths to the root, in the order in which they arrive there; ranks without the root.
+    pub up: Vec<Vec<Rank>>,
+    pub root: Rank,
+    /// Edges, each after the one that leads to it.
+    pub down: Vec<(Rank, Rank)>,
+}
+
+impl Tree {
+    pub(super) fn new(root: Rank) -> Self {
+        Self { up: vec![], root, down: vec![] }
+    }
+
+    /// A path to the root, unless it is empty.
+    pub(super) fn push_path(&mut self, ranks: Vec<Rank>) {
+        if !ranks.is_empty() {
+            self.up.push(ranks);
+        }
+    }
+
+    fn path_edges<'a>(&'a self, path: &'a [Rank]) -> impl Iterator<Item = (Rank, Rank)> + 'a {
+        let next = path[1..].iter().chain([&self.root]);
+        path.iter().copied().zip(next.copied())
+    }
+
+    fn edges(&self) -> impl Iterator<Item = (Rank, Rank)> + '_ {
+        self.up.iter().flat_map(|path| self.path_edges(path)).chain(self.down.iter().copied())
+    }
+}
+
+/// What the busiest link has to carry, in seconds, if these trees carry so many bytes each.
+pub(super) fn busiest_s<'a>(trees: impl Iterator<Item = (&'a Tree, u64)>, problem: &Problem) -> f64 {
+    let topology = &problem.topology;
+    let mut loads: FxHashMap<(bool, bool, u32), u64> = FxHashMap::default();
+    for (tree, bytes) in trees {
+        for (from, to) in tree.edges() {
+            let crosses = !topology.same_host(from, to);
+            let link = |r: Rank| if crosses { topology.port(r).0 } else { r.0 };
+            *loads.entry((crosses, false, link(from))).or_default() += bytes;
+            *loads.entry((crosses, true, link(to))).or_default() += bytes;
+        }
+    }
+    let seconds = |(&(crosses, into, link), &bytes): (&(bool, bool, u32), &u64)| {
+        let port = || &topology.ports[link as usize];
+        let rate = match (crosses, into) {
+            (true, true) => port().in_bytes_per_s,
+            (true, false) => port().out_bytes_per_s,
+            (false, _) => problem.cluster.hosts[topology.host(Rank(link)).index()].local_bytes_per_s,
+        };
+        bytes as f64 / rate
+    };
+    loads.iter().map(seconds).fold(0.0, f64::max)
+}
+
+/// A box on its way.
+pub(super) struct Box<'a> {
+    pub tensor: u32,
+    pub region: RegionId,
+    pub tree: &'a Tree,
+    /// Sorted.
+    pub receivers: &'a [Rank],
+    /// Whether the root's own part counts.
+    pub root_adds: bool,
+    /// Boxes of one route that start between the same two ranks follow each other.
+    pub route: u32,
+    /// What has arrived where.
+    arrived: FxHashMap<Rank, Vec<TransferId>>,
+    read_by: FxHashMap<Rank, TransferId>,
+}
+
+impl<'a> Box<'a> {
+    pub(super) fn new(tensor: u32, region: RegionId, tree: &'a Tree, receivers: &'a [Rank]) -> Self {
+        let (arrived, read_by) = Default::default();
+        Self { tensor, region, tree, receivers, root_adds: true, route: 0, arrived, read_by }
+    }
+
+    fn is_wanted_by(&self, rank: Rank) -> bool {
+        self.receivers.binary_search(&rank).is_ok()
+    }
+}
+
+impl Emitter<'_> {
+    /// Emits one path of a box to its root. Under a limit, ranks that do not want the box hold it only where there is
+    /// room.
+    pub(super) fn sum_up(&mut self, of: &mut Box, path: usize, mut room: Option<&mut Room>) {
+        let tree = of.tree;
+        for (from, to) in tree.path_edges(&tree.up[path]) {
+            let mut after = of.arrived.remove(&from).unwrap_or_default();
+            let is_first = after.is_empty();
+            let adds = to != tree.root || of.root_adds;
+            let more = of.arrived.contains_key(&to);
+            if let Some(room) = room.as_mut().filter(|_| to != tree.root && !of.is_wanted_by(to)) {
+                after.extend(room.take(to));
+            }
+            let id = match is_first {
+                true => self.add_first(of.tensor, (from, to), of.region, &after, (2, of.route, 0)),
+                false => self.plan.add(of.tensor, from, to, of.region, &after),
+            };
+            self.plan.transfer_mut(id).reduce = adds || more;
+            if let Some(room) = room.as_mut().filter(|_| !is_first && !of.is_wanted_by(from)) {
+                room.leave(from, id);
+            }
+            // What it held from the start stays where it is; what came in is in the way of what comes next.
+            if !is_first {
+                of.read_by.insert(from, id);
+            }
+            of.arrived.entry(to).or_default().push(id);
+        }
+    }
+
+    /// Emits the way of the sum from its root to everybody else.
+    pub(super) fn sum_down(&mut self, of: &mut Box) {
+        for &(from, to) in &of.tree.down {
+            let since = of.arrived.get(&from).cloned().unwrap_or_default();
+            let read = of.read_by.get(&to).copied().filter(|read| !since.contains(read));
+            let after: Vec<TransferId> = since.into_iter().chain(read).collect();
+            let id = self.plan.add(of.tensor, from, to, of.region, &after);
+            of.arrived.insert(to, vec![id]);
+        }
+    }
+}

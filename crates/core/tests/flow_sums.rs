@@ -1,0 +1,220 @@
+//! `flow` against the bound on partial sums, large and random, and the cases that once went wrong.
+
+use std::time::Instant;
+
+use crossmesh_core::cluster::{Cluster, Host};
+use crossmesh_core::reshard::problem::{Assumed, Hosts};
+use crossmesh_core::reshard::{Plan, PlanOptions, Problem, lower, lower_bound, plan};
+use crossmesh_core::sim::simulate;
+use crossmesh_core::verify::verify;
+use crossmesh_testkit::{big_sums, sweep};
+
+fn problem(src: &str, dst: &str, devices_per_host: Option<u32>) -> Problem {
+    let pair = (String::new(), src.parse().unwrap(), dst.parse().unwrap());
+    Problem::new(vec![pair], Hosts::Assumed(Assumed { devices_per_host, ..Assumed::default() })).unwrap()
+}
+
+/// A verified plan and its predicted time over the bound.
+fn flow(problem: &Problem) -> (Plan, f64) {
+    let plan = plan(problem, &PlanOptions::default()).unwrap();
+    verify(&plan).unwrap();
+    let gap = ratio(problem, &plan);
+    (plan, gap)
+}
+
+fn ratio(problem: &Problem, plan: &Plan) -> f64 {
+    let bound = lower_bound(problem).unwrap();
+    let seconds = simulate(&lower(plan), &problem.cluster).unwrap().makespan_s;
+    if bound.seconds == 0.0 {
+        assert_eq!(seconds, 0.0);
+        return 1.0;
+    }
+    assert!(seconds >= bound.seconds * (1.0 - 1e-6), "{seconds} s beats {bound:?}");
+    seconds / bound.seconds
+}
+
+/// Mean and worst over random sums on clusters that have been changed.
+fn gaps(count: usize, change: impl Fn(&mut Cluster)) -> (f64, f64) {
+    let mut gaps = vec![];
+    let show = std::env::var("CROSSMESH_SHOW").is_ok();
+    for seed in 0..count as u64 {
+        let (src, dst) = big_sums::pair(seed);
+        let pair = || (String::new(), src.parse().unwrap(), dst.parse().unwrap());
+        let mut cluster = Problem::new(vec![pair()], Hosts::default()).unwrap().cluster;
+        change(&mut cluster);
+        let problem = Problem::new(vec![pair()], Hosts::Described(cluster)).unwrap();
+        let start = Instant::now();
+        let plan = plan(&problem, &PlanOptions::default()).unwrap();
+        let planned = start.elapsed();
+        let gap = ratio(&problem, &plan);
+        let simulated = start.elapsed() - planned;
+        if seed % 8 == 0 && plan.transfers().len() < 20_000 {
+            verify(&plan).unwrap_or_else(|error| panic!("seed {seed}: {src} -> {dst}: {error}"));
+        }
+        if show {
+            eprintln!(
+                "{gap:.3} {seed} {src} -> {dst}: {} transfers, chunk {}, {planned:.1?} + {simulated:.1?}; {}",
+                plan.transfers().len(),
+                plan.chunk_bytes,
+                lower_bound(&problem).unwrap().reason
+            );
+        }
+        gaps.push(gap);
+    }
+    (gaps.iter().sum::<f64>() / gaps.len() as f64, gaps.iter().copied().fold(0.0, f64::max))
+}
+
+#[test]
+fn random_sums_on_hosts_with_one_nic() {
+    let (mean, worst) = gaps(sweep::count(60), |_| {});
+    eprintln!("one NIC a host: mean {mean:.4}, worst {worst:.4}");
+    assert!(mean <= 1.02 && worst <= 1.10, "mean {mean:.4}, worst {worst:.4}");
+}
+
+#[test]
+fn random_sums_with_a_nic_per_device() {
+    let change = |cluster: &mut Cluster| {
+        for host in &mut cluster.hosts {
+            let nics = host.devices;
+            *host = Host { nics, local_bytes_per_s: 2.0 * 1.25e9 * f64::from(nics), ..host.clone() };
+        }
+    };
+    let (mean, worst) = gaps(sweep::count(60), change);
+    eprintln!("a NIC per device: mean {mean:.4}, worst {worst:.4}");
+    assert!(mean <= 1.02 && worst <= 1.10, "mean {mean:.4}, worst {worst:.4}");
+}
+
+#[test]
+fn a_sum_that_every_host_can_make_stays_there() {
+    let problem = problem("f32[1048576]@A{h:2,d:2}(_ | sum d)", "f32[1048576]@A{h:2,d:2}(_)", None);
+    let (plan, gap) = flow(&problem);
+    assert!(plan.transfers().iter().all(|t| !plan.crosses_hosts(t)));
+    assert!(gap <= 1.02, "{gap}");
+}
+
+#[test]
+fn gradients_of_64_devices_reach_four_replicas() {
+    let problem =
+        problem("bf16[8192,8192]@T{fsdp:64}(_,_ | sum fsdp)", "bf16[8192,8192]@I{dp:4,tp:8}(tp,_)", Some(8));
+    let gap = flow(&problem).1;
+    assert!(gap <= 1.02, "{gap}");
+}
+
+#[test]
+fn long_chains_fill_fast() {
+    for devices in [64, 128, 256, 1024] {
+        let src = format!("f32[16777216]@A{{d:{devices}}}(_ | sum d)");
+        let gap = flow(&problem(&src, "f32[16777216]@B{d:8}(d)", Some(8))).1;
+        eprintln!("{devices} devices: {gap:.4}");
+        assert!(gap <= 1.05, "{devices} devices: {gap}");
+    }
+}
+
+#[test]
+#[ignore]
+fn debug_one() {
+    let seed: u64 = std::env::var("SEED").unwrap().parse().unwrap();
+    let (src, dst) = big_sums::pair(seed);
+    let pair = || (String::new(), src.parse().unwrap(), dst.parse().unwrap());
+    let mut cluster = Problem::new(vec![pair()], Hosts::default()).unwrap().cluster;
+    if std::env::var("PORTS").is_ok() {
+        for host in &mut cluster.hosts {
+            let nics = host.devices;
+            *host = Host { nics, local_bytes_per_s: 2.0 * 1.25e9 * f64::from(nics), ..host.clone() };
+        }
+    }
+    let problem = Problem::new(vec![pair()], Hosts::Described(cluster)).unwrap();
+    let plan = plan(&problem, &PlanOptions::default()).unwrap();
+    let bound = lower_bound(&problem).unwrap();
+    let trace = simulate(&lower(&plan), &problem.cluster).unwrap();
+    eprintln!("{src} -> {dst} {bound:?} takes {}", trace.makespan_s);
+    let mut links: Vec<_> =
+        trace.links.iter().map(|l| (l.bytes, format!("{:?}", l.link), l.bytes_per_s)).collect();
+    links.sort_by(|a, b| (b.0 as f64 / b.2).total_cmp(&(a.0 as f64 / a.2)));
+    for (bytes, link, rate) in links.iter().take(14) {
+        eprintln!("  {link} {bytes} {:.3} of the bound", *bytes as f64 / rate / bound.seconds);
+    }
+    for (i, t) in plan.transfers().iter().enumerate().take(60) {
+        eprintln!(
+            "t{i} {}->{} {} {} lane {} weight {} {:?} {}",
+            t.src,
+            t.dst,
+            plan.region(t),
+            t.bytes,
+            t.lane,
+            t.weight,
+            plan.after(t),
+            if t.reduce { "reduce" } else { "" }
+        );
+    }
+}
+
+/// A larger limit never refuses what a smaller one allows, every plan keeps to its limit, and the hint is true.
+#[test]
+fn limits_are_monotone_and_hints_true() {
+    use crossmesh_core::reshard::PlanError;
+    use crossmesh_testkit::seed::{Seed, Shape, problem};
+    let case = |src: &str, dst: &str| self::problem(src, dst, Some(2));
+    let mut problems = vec![
+        case("f32[128,128]@A{h:2}(_,_ | max h)", "f32[128,128]@B{h:2}(h,_)"),
+        case("f32[32,32]@A{h:4}(_,_ | sum h)", "f32[32,32]@B{x:1}(_,_)"),
+        case("f32[999]@A{h:5}(_ | sum h)", "f32[999]@B{x:3}(x)"),
+    ];
+    let shape = Shape { hosts: 3, devices: 3, dims: 2, dim_len: 30, tensors: 2, partial: true };
+    let sums = (0..).map(|seed| problem(seed, shape));
+    let sums = sums.filter(|p| p.reshards.iter().any(|r| r.src.layout.num_contributions() > 1));
+    problems.extend(sums.take(sweep::count(120)));
+    let (mut planned, mut refused) = (0, 0);
+    for (p, problem) in problems.iter().enumerate() {
+        let mut seed = Seed(p as u64);
+        let mut limits: Vec<u64> = (0..6).map(|_| seed.draw() % (2 << seed.below(14))).collect();
+        limits.extend([0, 256, 1000, 10_000]);
+        limits.sort_unstable();
+        let mut allowed = false;
+        for limit in limits {
+            let with = |limit| {
+                plan(problem, &PlanOptions { max_extra_bytes: Some(limit), ..PlanOptions::default() })
+            };
+            let hint = match with(limit) {
+                Ok(plan) => {
+                    let proof = verify(&plan).unwrap_or_else(|e| panic!("problem {p} with {limit} B: {e}"));
+                    assert!(proof.peak_extra_bytes <= limit, "problem {p}: {proof} under {limit} B");
+                    (allowed, planned) = (true, planned + 1);
+                    continue;
+                }
+                Err(PlanError::OverBudget { needed, .. }) => needed,
+                Err(error) => panic!("problem {p} with {limit} B: {error}"),
+            };
+            refused += 1;
+            assert!(!allowed, "problem {p} is refused with {limit} B, and not with less");
+            assert!(hint > limit, "problem {p} with {limit} B: the hint says {hint} B");
+            assert!(
+                with(hint).is_ok(),
+                "problem {p}: the hint {hint} B does not work: {:?}",
+                with(hint).err()
+            );
+        }
+    }
+    eprintln!("{planned} planned, {refused} refused with a hint that works");
+    assert!(planned > problems.len() && refused > problems.len() / 4);
+}
+
+/// Pieces are put together: 512 devices on 64 hosts, and 4,096 on 512, which would take 16 million transfers one by one.
+#[test]
+fn reduce_scatters_over_very_many_devices_take_few_transfers() {
+    let over = |n: u32| {
+        problem(
+            &format!("f32[{n},4096]@A{{d:{n}}}(_,_ | sum d)"),
+            &format!("f32[{n},4096]@A{{d:{n}}}(d,_)"),
+            Some(8),
+        )
+    };
+    let (plan, gap) = flow(&over(512));
+    eprintln!("512 devices: {gap:.4} x the bound, {} transfers", plan.transfers().len());
+    assert!(gap <= 1.10, "{gap}");
+    let large = over(4096);
+    let start = Instant::now();
+    let plan = crossmesh_core::reshard::plan(&large, &PlanOptions::default()).unwrap();
+    eprintln!("4096 devices: {} transfers planned in {:.1?}", plan.transfers().len(), start.elapsed());
+    assert!(plan.transfers().len() < 1_000_000);
+}
