@@ -123,15 +123,12 @@ impl<'a> Emitter<'a> {
     /// share a link end together.
     pub(super) fn into_plan(mut self) -> Plan {
         let first_lane = self.first_lane();
-        let mut bytes: FxHashMap<(Rank, Rank, u32), u64> = FxHashMap::default();
-        for t in self.plan.transfers().iter().filter(|t| t.lane < first_lane) {
-            *bytes.entry((t.src, t.dst, t.lane)).or_default() += t.bytes;
-        }
-        for id in 0..self.plan.transfers().len() {
+        let weights = channel_bytes(&self.plan, first_lane);
+        for (id, channel_bytes) in weights.into_iter().enumerate() {
             let t = self.plan.transfer_mut(TransferId::at(id));
             let weight = match t.lane.checked_sub(first_lane) {
                 Some(lane) => self.lanes.lanes[lane as usize].bytes,
-                None => bytes[&(t.src, t.dst, t.lane)],
+                None => channel_bytes,
             };
             t.weight = weight.max(1);
         }
@@ -564,6 +561,35 @@ impl<'a> Row<'a> {
             self.next += 1;
         }
     }
+}
+
+/// For every transfer on a lane below `first_lane`, the bytes of its channel. Source by source: a table of one source's
+/// channels stays in the cache, one of all channels of a large plan does not.
+fn channel_bytes(plan: &Plan, first_lane: u32) -> Vec<u64> {
+    let transfers = plan.transfers();
+    let mut start = vec![0u32; plan.problem.topology.num_ranks() + 1];
+    transfers.iter().for_each(|t| start[t.src.index() + 1] += 1);
+    (1..start.len()).for_each(|r| start[r] += start[r - 1]);
+    let (mut next, mut by_source) = (start.clone(), vec![0u32; transfers.len()]);
+    for (i, t) in transfers.iter().enumerate() {
+        let place = &mut next[t.src.index()];
+        by_source[*place as usize] = i as u32;
+        *place += 1;
+    }
+    let mut weights = vec![0; transfers.len()];
+    let mut bytes: FxHashMap<(Rank, u32), u64> = FxHashMap::default();
+    for source in start.windows(2) {
+        let own = &by_source[source[0] as usize..source[1] as usize];
+        bytes.clear();
+        for t in own.iter().map(|&i| &transfers[i as usize]).filter(|t| t.lane < first_lane) {
+            *bytes.entry((t.dst, t.lane)).or_default() += t.bytes;
+        }
+        for &i in own {
+            let t = &transfers[i as usize];
+            weights[i as usize] = bytes.get(&(t.dst, t.lane)).copied().unwrap_or(0);
+        }
+    }
+    weights
 }
 
 /// What one host sends of a stretch.
