@@ -13,10 +13,13 @@
 
 mod boxes;
 mod emit;
+mod links;
+mod packing;
 mod ports;
 mod routes;
 mod sums;
 mod tiers;
+mod trees;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -30,7 +33,10 @@ use super::strategy::{MIN_CHUNK_BYTES, PlanOptions};
 use crate::id::Rank;
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
+use links::Links;
+use packing::pack;
 use routes::{Route, routes};
+use trees::{Commodity, commodities};
 use tiers::tiered_routes;
 
 /// Alternatives are compared by simulating them while they are no larger than this; beyond, the first is taken.
@@ -41,6 +47,12 @@ const MIN_CHUNK: u64 = 32 << 10;
 const MAX_CHUNK: u64 = 4 << 20;
 /// How much longer than the bound the ports beside the right devices may take before others relay.
 const RELAY_GAIN: f64 = 1.01;
+/// How much longer than the bound the busiest link may take before trees are packed.
+const PACKING_GAIN: f64 = 1.003;
+/// Trees are packed for no more devices than this, counted once for everything that goes to or from them.
+const MAX_PACKED_DEVICES: usize = 100_000;
+/// How much longer the busiest link may take in exchange for fewer trees: each is tried.
+const PACKING_SLACKS: [f64; 4] = [1.001, 1.005, 1.015, 1.04];
 /// A plan this close to the bound is not worth comparing with others.
 const CLOSE_ENOUGH: f64 = 1.02;
 /// The most extra time holders are given in exchange for shallower trees.
@@ -60,6 +72,7 @@ pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, Pla
     if best.port_seconds > RELAY_GAIN * best.seconds {
         best = flow.try_relays(best)?;
     }
+    best = flow.try_packing(best)?;
     flow.check_memory(&best.plan)?;
     let plan = best.explain(&flow);
     plan.check_size()?;
@@ -89,9 +102,7 @@ struct Built {
 impl Flow<'_> {
     fn build(&self, stretch: f64, relay: bool) -> Result<Built, PlanError> {
         let (host_rates, local_rates) = out_rates(self.problem);
-        let mut emitter =
-            Emitter::new(self.problem, self.demands, Plan::new(self.problem.clone(), "flow", 0));
-        emitter.sums(self.options.max_extra_bytes)?;
+        let mut emitter = self.emitter()?;
         let loads = emitter.bytes_out();
         let jobs = out_jobs(&self.demands.remote);
         let (seconds, _) = least_time(&jobs, &host_rates, &loads, self.bound_s);
@@ -143,6 +154,52 @@ impl Flow<'_> {
         };
         let fits = self.options.max_extra_bytes.is_none() || self.check_memory(&rival.plan).is_ok();
         Ok(if faster && fits { rival } else { best })
+    }
+
+    /// Packs trees of devices where a link has more to do than the bound says, if there are not too many.
+    fn try_packing(&self, best: Built) -> Result<Built, PlanError> {
+        let links = Links::of(self.problem);
+        let busiest_s = links.loads_s(&best.plan).into_iter().fold(0.0, f64::max);
+        let is_tight = busiest_s <= PACKING_GAIN * self.bound_s
+            && (!best.is_small() || best.plan.predicted_s() <= 1.01 * self.bound_s);
+        let commodities = commodities(self.demands, self.problem);
+        let devices: usize = commodities.iter().map(Commodity::num_devices).sum();
+        if is_tight || devices > MAX_PACKED_DEVICES || !best.is_small() {
+            return Ok(best);
+        }
+        let mut emitter = self.emitter()?;
+        let loads_s = links.loads_s(&emitter.plan);
+        let mut packing = pack(&links, &commodities, &loads_s, self.bound_s);
+        let least_s = packing.busiest_s();
+        let (mut best, mut best_s) = { let s = best.plan.predicted_s(); (best, s) };
+        for slack in PACKING_SLACKS {
+            packing.simplify(slack * least_s);
+            emitter.packed(&commodities, &packing.shares());
+            let rival = self.packed(emitter, packing.busiest_s());
+            let rival_s = rival.plan.predicted_s();
+            if std::env::var("PACKDBG").is_ok() { eprintln!("  packing {slack}: had load {:.4} time {:.4}; packed load {:.4} {:.4} built {:.4} time {:.4} chunk {} transfers {} depth {}", busiest_s / self.bound_s, best_s / self.bound_s, least_s / self.bound_s, packing.busiest_s()/self.bound_s, links.loads_s(&rival.plan).into_iter().fold(0.0, f64::max)/self.bound_s, rival_s / self.bound_s, rival.plan.chunk_bytes, rival.plan.transfers().len(), rival.depth); }
+            let fits = self.options.max_extra_bytes.is_none() || self.check_memory(&rival.plan).is_ok();
+            if fits && rival_s < best_s {
+                (best, best_s) = (rival, rival_s);
+            }
+            emitter = self.emitter()?;
+        }
+        Ok(best)
+    }
+
+    /// With partial sums emitted.
+    fn emitter(&self) -> Result<Emitter<'_>, PlanError> {
+        let mut emitter =
+            Emitter::new(self.problem, self.demands, Plan::new(self.problem.clone(), "flow", 0));
+        emitter.sums(self.options.max_extra_bytes)?;
+        Ok(emitter)
+    }
+
+    fn packed(&self, emitter: Emitter, seconds: f64) -> Built {
+        let mut plan = emitter.into_plan();
+        plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
+        let depth = network_depths(&plan).into_iter().max().unwrap_or(0);
+        Built { plan, stretch: 1.0, seconds, port_seconds: 0.0, relayed_bytes: 0, depth }
     }
 
     fn check_memory(&self, plan: &Plan) -> Result<(), PlanError> {
