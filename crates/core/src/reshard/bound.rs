@@ -6,11 +6,14 @@
 //! - **Out.** The first copy of a piece leaves one of its holders; further copies leave holders or receivers. For every
 //!   set of nodes, what only they can send takes at least its bytes over their joint rate; [`super::assign`] finds the
 //!   worst set.
+//! - **Jointly.** The same for nodes of different levels side by side, and for a device's two ways in ([`joint`]).
 //! - **Sums.** A part that one node alone holds has to leave it. The first node to know a whole sum has heard of every
 //!   other part's node, and every further receiver has heard of it afterwards: so many messages at least, over the
 //!   joint rate of all nodes involved.
 //!
 //! The bound counts bandwidth alone, not latency, and covers plans in which no host brings in what it holds already.
+
+mod joint;
 
 use std::collections::BTreeSet;
 
@@ -20,6 +23,7 @@ use crate::units::{Bytes, Rate};
 use super::assign::{Candidate, Job, least_time};
 use super::demand::{Class, Demands, SumItem};
 use super::problem::{PlanError, Problem};
+use joint::joint_bound;
 
 /// The least seconds any plan needs, and what stands in the way of fewer.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -47,7 +51,8 @@ pub(crate) fn bound_of(problem: &Problem, demands: &Demands) -> Bound {
     let local_sums: Vec<SumItem> = demands.sums.iter().filter(inside_a_host).cloned().collect();
     bounds.push(Level::devices(problem).bound(&demands.local, &local_sums));
     let worst = bounds.into_iter().reduce(|a, b| if b.seconds > a.seconds { b } else { a });
-    worst.expect("hosts and devices are always two levels")
+    let worst = worst.expect("hosts and devices are always two levels");
+    joint_bound(problem, demands, worst.seconds).unwrap_or(worst)
 }
 
 /// Nodes with a link each way: the devices of all hosts, the hosts, or the groups of a tier.
