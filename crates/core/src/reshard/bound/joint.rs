@@ -2,7 +2,8 @@
 //!
 //! A level of the cluster alone can promise too much: what a rack's host cannot send may not fit through the rack's
 //! uplink either. So some groups of a tier stand as one node, with the uplink's rate, and the hosts of others by
-//! themselves; who has to send what between such nodes is the same question as at any level.
+//! themselves. What only some nodes hold and another wants has to leave one of them, once at least, whoever helps; the
+//! worst set of nodes is found as at any level.
 //!
 //! ```text
 //! racks of 3, uplinks of 7.5 Gbit/s, NICs of 10      rack 0: h0 h1 h2 hold a and b
@@ -17,10 +18,10 @@ use std::collections::BTreeMap;
 
 use crate::id::{HostId, PortId, Rank};
 
-use super::super::assign::least_time;
+use super::super::assign::{Candidate, Job, least_time};
 use super::super::demand::{Class, Demands};
 use super::super::problem::Problem;
-use super::{Bound, at_rate, out_jobs};
+use super::{Bound, at_rate};
 
 /// Cuts times classes: beyond, cuts are left out. The bound is then lower, and true.
 const MAX_WORK: usize = 1 << 19;
@@ -100,28 +101,28 @@ impl Cut {
         self.out_rates.len() as u32 - 1
     }
 
-    /// Classes of hosts as classes of nodes; those that have become alike are one, what stays inside a node is gone.
-    fn lift(&self, classes: &[Class]) -> Vec<Class> {
-        let mut lifted: BTreeMap<(Vec<u32>, Vec<u32>), u64> = BTreeMap::new();
-        let nodes = |hosts: &[u32]| {
-            let mut nodes: Vec<u32> = hosts.iter().map(|&h| self.node_of[h as usize]).collect();
-            nodes.sort_unstable();
-            nodes.dedup();
-            nodes
-        };
+    /// What has to leave one of some nodes; classes that the same nodes hold are one.
+    fn jobs(&self, classes: &[Class]) -> Vec<Job> {
+        let mut bytes: BTreeMap<Vec<u32>, u64> = BTreeMap::new();
         for class in classes {
-            let (holders, mut receivers) = (nodes(&class.holders), nodes(&class.receivers));
-            receivers.retain(|n| holders.binary_search(n).is_err());
-            if !receivers.is_empty() {
-                *lifted.entry((holders, receivers)).or_default() += class.bytes;
+            let mut holders: Vec<u32> = class.holders.iter().map(|&h| self.node_of[h as usize]).collect();
+            holders.sort_unstable();
+            holders.dedup();
+            let is_wanted = |&host: &u32| holders.binary_search(&self.node_of[host as usize]).is_err();
+            if class.receivers.iter().any(is_wanted) {
+                *bytes.entry(holders).or_default() += class.bytes;
             }
         }
-        let class = |((holders, receivers), bytes)| Class { bytes, holders, receivers, items: vec![] };
-        lifted.into_iter().map(class).collect()
+        let candidate = |node| Candidate { node, preference: 0, most: u64::MAX };
+        let job = |(nodes, bytes): (Vec<u32>, u64)| Job {
+            bytes,
+            candidates: nodes.into_iter().map(candidate).collect(),
+        };
+        bytes.into_iter().map(job).collect()
     }
 
     fn bound(&self, classes: &[Class], floor_s: f64) -> Option<Bound> {
-        let jobs = out_jobs(&self.lift(classes));
+        let jobs = self.jobs(classes);
         let loads = vec![0; self.out_rates.len()];
         let (seconds, binding) = least_time(&jobs, &self.out_rates, &loads, floor_s);
         let rate: f64 = binding.iter().map(|&n| self.out_rates[n as usize]).sum();

@@ -75,6 +75,16 @@ impl<'a> Links<'a> {
         links.extend(self.uplinks(src, dst).map(|l| l as u32));
     }
 
+    /// Whether bytes have a choice of links: several NICs a host, or uplinks.
+    pub(super) fn has_choice(&self) -> bool {
+        !self.tiers.is_empty() || self.topology.ports.len() > self.topology.num_hosts()
+    }
+
+    /// When the busiest link would be done with a plan.
+    pub(super) fn busiest_s(&self, plan: &Plan) -> f64 {
+        self.loads_s(plan).into_iter().fold(0.0, f64::max)
+    }
+
     /// What the transfers of a plan load on every link, in seconds.
     pub(super) fn loads_s(&self, plan: &Plan) -> Vec<f64> {
         let mut loads = vec![0.0; self.seconds_per_byte.len()];

@@ -36,8 +36,8 @@ use emit::Emitter;
 use links::Links;
 use packing::pack;
 use routes::{Route, routes};
-use trees::{Commodity, commodities};
 use tiers::tiered_routes;
+use trees::commodities;
 
 /// Alternatives are compared by simulating them while they are no larger than this; beyond, the first is taken.
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
@@ -47,12 +47,13 @@ const MIN_CHUNK: u64 = 32 << 10;
 const MAX_CHUNK: u64 = 4 << 20;
 /// How much longer than the bound the ports beside the right devices may take before others relay.
 const RELAY_GAIN: f64 = 1.01;
-/// How much longer than the bound the busiest link may take before trees are packed.
-const PACKING_GAIN: f64 = 1.003;
-/// Trees are packed for no more devices than this, counted once for everything that goes to or from them.
-const MAX_PACKED_DEVICES: usize = 100_000;
+/// How much longer than the bound a plan may take before trees are packed.
+const PACKING_GAIN: f64 = 1.01;
+/// Trees are packed where that is not too much work, and compared by simulating plans of no more transfers than this.
+const MAX_PACKING_WORK: usize = 100_000;
+const MAX_PACKED_TRANSFERS: usize = 4096;
 /// How much longer the busiest link may take in exchange for fewer trees: each is tried.
-const PACKING_SLACKS: [f64; 4] = [1.001, 1.005, 1.015, 1.04];
+const PACKING_SLACKS: [f64; 3] = [1.003, 1.01, 1.03];
 /// A plan this close to the bound is not worth comparing with others.
 const CLOSE_ENOUGH: f64 = 1.02;
 /// The most extra time holders are given in exchange for shallower trees.
@@ -156,35 +157,51 @@ impl Flow<'_> {
         Ok(if faster && fits { rival } else { best })
     }
 
-    /// Packs trees of devices where a link has more to do than the bound says, if there are not too many.
+    /// Packs trees of devices where a plan is not close to the bound, with fewer and fewer trees, and takes the best of
+    /// them all.
     fn try_packing(&self, best: Built) -> Result<Built, PlanError> {
         let links = Links::of(self.problem);
-        let busiest_s = links.loads_s(&best.plan).into_iter().fold(0.0, f64::max);
-        let is_tight = busiest_s <= PACKING_GAIN * self.bound_s
-            && (!best.is_small() || best.plan.predicted_s() <= 1.01 * self.bound_s);
-        let commodities = commodities(self.demands, self.problem);
-        let devices: usize = commodities.iter().map(Commodity::num_devices).sum();
-        if is_tight || devices > MAX_PACKED_DEVICES || !best.is_small() {
+        if self.is_close(&best.plan, &links) {
             return Ok(best);
         }
-        let mut emitter = self.emitter()?;
-        let loads_s = links.loads_s(&emitter.plan);
+        let commodities = commodities(self.demands, self.problem);
+        if commodities.iter().map(|c| c.work(&links)).sum::<usize>() > MAX_PACKING_WORK {
+            return Ok(best);
+        }
+        let loads_s = links.loads_s(&self.emitter()?.plan);
         let mut packing = pack(&links, &commodities, &loads_s, self.bound_s);
         let least_s = packing.busiest_s();
-        let (mut best, mut best_s) = { let s = best.plan.predicted_s(); (best, s) };
+        let mut best = best;
         for slack in PACKING_SLACKS {
             packing.simplify(slack * least_s);
+            let mut emitter = self.emitter()?;
             emitter.packed(&commodities, &packing.shares());
             let rival = self.packed(emitter, packing.busiest_s());
-            let rival_s = rival.plan.predicted_s();
-            if std::env::var("PACKDBG").is_ok() { eprintln!("  packing {slack}: had load {:.4} time {:.4}; packed load {:.4} {:.4} built {:.4} time {:.4} chunk {} transfers {} depth {}", busiest_s / self.bound_s, best_s / self.bound_s, least_s / self.bound_s, packing.busiest_s()/self.bound_s, links.loads_s(&rival.plan).into_iter().fold(0.0, f64::max)/self.bound_s, rival_s / self.bound_s, rival.plan.chunk_bytes, rival.plan.transfers().len(), rival.depth); }
             let fits = self.options.max_extra_bytes.is_none() || self.check_memory(&rival.plan).is_ok();
-            if fits && rival_s < best_s {
-                (best, best_s) = (rival, rival_s);
+            if fits && self.is_faster(&rival.plan, &best.plan, &links) {
+                best = rival;
             }
-            emitter = self.emitter()?;
+            if self.is_close(&best.plan, &links) {
+                break;
+            }
         }
         Ok(best)
+    }
+
+    /// Whether a plan is so close to the bound that others need not be tried: by its busiest link, and where links of
+    /// several kinds may be in each other's way and it is not too large, by simulating it.
+    fn is_close(&self, plan: &Plan, links: &Links) -> bool {
+        let limit_s = PACKING_GAIN * self.bound_s;
+        let alike = !links.has_choice();
+        links.busiest_s(plan) <= limit_s
+            && (alike || plan.transfers().len() > MAX_PACKED_TRANSFERS || plan.predicted_s() <= limit_s)
+    }
+
+    fn is_faster(&self, rival: &Plan, best: &Plan, links: &Links) -> bool {
+        match rival.transfers().len().max(best.transfers().len()) <= MAX_PACKED_TRANSFERS {
+            true => rival.predicted_s() < best.predicted_s(),
+            false => RELAY_GAIN * links.busiest_s(rival) < links.busiest_s(best),
+        }
     }
 
     /// With partial sums emitted.

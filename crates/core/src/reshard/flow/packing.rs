@@ -258,7 +258,9 @@ impl Packing<'_> {
     pub(super) fn simplify(&mut self, limit_s: f64) {
         for c in 0..self.commodities.len() {
             let mut order: Vec<u32> = self.active[c].iter().map(|a| a.0).collect();
-            let share = |packing: &Self, tree: u32| packing.active[c].iter().find(|a| a.0 == tree).map_or(0.0, |a| a.1);
+            let share = |packing: &Self, tree: u32| {
+                packing.active[c].iter().find(|a| a.0 == tree).map_or(0.0, |a| a.1)
+            };
             order.sort_by(|&a, &b| share(self, a).total_cmp(&share(self, b)).then(a.cmp(&b)));
             for tree in order {
                 if self.active[c].len() > 1 {

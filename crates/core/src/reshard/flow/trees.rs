@@ -35,8 +35,11 @@ pub(super) struct Commodity {
 }
 
 impl Commodity {
-    pub(super) fn num_devices(&self) -> usize {
-        self.places.iter().map(|p| p.holders.len() + p.wanters.len()).sum()
+    /// What the cheapest tree takes to find, in steps.
+    pub(super) fn work(&self, links: &Links) -> usize {
+        let devices: usize = self.places.iter().map(|p| links.topology.ranks_of(p.host).count()).sum();
+        let away = self.places.len() - self.num_homes;
+        devices + if links.topology.num_tiers() > 0 { away.saturating_pow(3) / 4 } else { 0 }
     }
 }
 
@@ -61,8 +64,7 @@ impl Commodity {
         let mut hosts: BTreeMap<HostId, Place> = BTreeMap::new();
         let mut place = |rank: Rank, is_holder: bool| {
             let host = topology.host(rank);
-            let place =
-                hosts.entry(host).or_insert_with(|| Place { host, holders: vec![], wanters: vec![] });
+            let place = hosts.entry(host).or_insert_with(|| Place { host, holders: vec![], wanters: vec![] });
             if is_holder { place.holders.push(rank) } else { place.wanters.push(rank) }
         };
         holders.iter().for_each(|&r| place(r, true));
@@ -189,9 +191,7 @@ impl Prices<'_> {
         let costs: Vec<Vec<f64>> = (0..=num_away)
             .map(|u| {
                 let from = |v: usize| if u == 0 { home_of[v - 1] } else { num_homes + u - 1 };
-                (0..=num_away)
-                    .map(|v| if v == 0 { 0.0 } else { cost(from(v), num_homes + v - 1) })
-                    .collect()
+                (0..=num_away).map(|v| if v == 0 { 0.0 } else { cost(from(v), num_homes + v - 1) }).collect()
             })
             .collect();
         for (v, &u) in arborescence(&costs).iter().enumerate().skip(1) {
@@ -299,8 +299,7 @@ fn arborescence(costs: &[Vec<f64>]) -> Vec<usize> {
         cycle.iter().copied().min_by(|&a, &b| cost(a).total_cmp(&cost(b))).expect("a cycle has nodes")
     };
     let leave: Vec<usize> = outside.iter().map(|&v| by(&|u| costs[u][v])).collect();
-    let enter: Vec<usize> =
-        outside.iter().map(|&u| by(&|v| costs[u][v] - costs[parents[v]][v])).collect();
+    let enter: Vec<usize> = outside.iter().map(|&u| by(&|v| costs[u][v] - costs[parents[v]][v])).collect();
     let m = outside.len();
     let mut smaller = vec![vec![0.0; m + 1]; m + 1];
     for (i, &u) in outside.iter().enumerate() {
@@ -351,7 +350,15 @@ mod tests {
         let ways = (n as u64).pow(n as u32 - 1);
         let parents = |way: u64| {
             let mut way = way;
-            (0..n).map(move |v| if v == 0 { 0 } else { let p = way % n as u64; way /= n as u64; p as usize })
+            (0..n).map(move |v| {
+                if v == 0 {
+                    0
+                } else {
+                    let p = way % n as u64;
+                    way /= n as u64;
+                    p as usize
+                }
+            })
         };
         let cost = |way| {
             let parents: Vec<usize> = parents(way).collect();
