@@ -5,6 +5,10 @@
 //! and the transfers that do it ([`emit`], and [`sums`] for partial sums). Clusters with tiers have routes of their own
 //! ([`tiers`]).
 //!
+//! That decides about hosts, then ports, then devices, and each may be in the way of the others: local links that relay
+//! have no time for what stays inside, a rack's uplink none for what its hosts could send. Where the plan is not close to
+//! the bound, all links are looked at together: trees of devices ([`trees`]) are packed ([`packing`]) over all [`links`].
+//!
 //! Why this meets the bound: at the bound's time every node can send its share and take in its share, and every
 //! channel weighs as much as it has bytes. So a link with load `L` gives each of its channels `bytes / L` of its rate,
 //! no link is asked for more than it has until the bound's time, and by then every channel is through. What comes on
@@ -21,6 +25,8 @@ mod sums;
 mod tiers;
 mod trees;
 
+use std::cell::OnceCell;
+
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::assign::least_time;
@@ -34,10 +40,10 @@ use crate::id::Rank;
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
 use links::Links;
-use packing::pack;
+use packing::{Packing, pack};
 use routes::{Route, routes};
 use tiers::tiered_routes;
-use trees::commodities;
+use trees::{Commodity, commodities};
 
 /// Alternatives are compared by simulating them while they are no larger than this; beyond, the first is taken.
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
@@ -98,6 +104,9 @@ struct Built {
     relayed_bytes: u64,
     /// Forwarding hops between hosts of the deepest route.
     depth: u32,
+    /// How many trees were packed, if they were.
+    packed_trees: Option<usize>,
+    predicted: OnceCell<f64>,
 }
 
 impl Flow<'_> {
@@ -123,13 +132,14 @@ impl Flow<'_> {
         let mut plan = emitter.into_plan();
         let depth = deepest(&remote);
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
-        Ok(Built { plan, stretch, seconds, port_seconds, relayed_bytes, depth })
+        let (packed_trees, predicted) = (None, OnceCell::new());
+        Ok(Built { plan, stretch, seconds, port_seconds, relayed_bytes, depth, packed_trees, predicted })
     }
 
     /// Gives holders more time than the least, twice as much each try, so that they send more copies themselves and
     /// trees get shallower: where messages are small, fewer hops are worth more than fewer bytes.
     fn try_shallower(&self, mut best: Built) -> Result<Built, PlanError> {
-        let mut best_s = best.plan.predicted_s();
+        let mut best_s = best.predicted_s();
         if best_s <= CLOSE_ENOUGH * self.bound_s {
             return Ok(best);
         }
@@ -137,7 +147,7 @@ impl Flow<'_> {
         while depth > 0 && stretch <= MAX_STRETCH {
             let rival = self.build(stretch, false)?;
             depth = rival.depth;
-            let rival_s = rival.plan.predicted_s();
+            let rival_s = rival.predicted_s();
             if rival_s < best_s * 0.999 {
                 (best, best_s) = (rival, rival_s);
             }
@@ -150,7 +160,7 @@ impl Flow<'_> {
     fn try_relays(&self, best: Built) -> Result<Built, PlanError> {
         let rival = self.build(best.stretch, true)?;
         let faster = match rival.is_small() {
-            true => rival.plan.predicted_s() < best.plan.predicted_s(),
+            true => rival.predicted_s() < best.predicted_s(),
             false => rival.port_seconds < best.port_seconds,
         };
         let fits = self.options.max_extra_bytes.is_none() || self.check_memory(&rival.plan).is_ok();
@@ -161,7 +171,7 @@ impl Flow<'_> {
     /// them all.
     fn try_packing(&self, best: Built) -> Result<Built, PlanError> {
         let links = Links::of(self.problem);
-        if self.is_close(&best.plan, &links) {
+        if self.is_close(&best, &links) {
             return Ok(best);
         }
         let commodities = commodities(self.demands, self.problem);
@@ -174,14 +184,12 @@ impl Flow<'_> {
         let mut best = best;
         for slack in PACKING_SLACKS {
             packing.simplify(slack * least_s);
-            let mut emitter = self.emitter()?;
-            emitter.packed(&commodities, &packing.shares());
-            let rival = self.packed(emitter, packing.busiest_s());
+            let rival = self.build_packed(&commodities, &packing)?;
             let fits = self.options.max_extra_bytes.is_none() || self.check_memory(&rival.plan).is_ok();
-            if fits && self.is_faster(&rival.plan, &best.plan, &links) {
+            if fits && self.is_faster(&rival, &best, &links) {
                 best = rival;
             }
-            if self.is_close(&best.plan, &links) {
+            if self.is_close(&best, &links) {
                 break;
             }
         }
@@ -190,17 +198,16 @@ impl Flow<'_> {
 
     /// Whether a plan is so close to the bound that others need not be tried: by its busiest link, and where links of
     /// several kinds may be in each other's way and it is not too large, by simulating it.
-    fn is_close(&self, plan: &Plan, links: &Links) -> bool {
+    fn is_close(&self, built: &Built, links: &Links) -> bool {
         let limit_s = PACKING_GAIN * self.bound_s;
-        let alike = !links.has_choice();
-        links.busiest_s(plan) <= limit_s
-            && (alike || plan.transfers().len() > MAX_PACKED_TRANSFERS || plan.predicted_s() <= limit_s)
+        let is_enough = !links.has_choice() || built.plan.transfers().len() > MAX_PACKED_TRANSFERS;
+        links.busiest_s(&built.plan) <= limit_s && (is_enough || built.predicted_s() <= limit_s)
     }
 
-    fn is_faster(&self, rival: &Plan, best: &Plan, links: &Links) -> bool {
-        match rival.transfers().len().max(best.transfers().len()) <= MAX_PACKED_TRANSFERS {
+    fn is_faster(&self, rival: &Built, best: &Built, links: &Links) -> bool {
+        match rival.plan.transfers().len().max(best.plan.transfers().len()) <= MAX_PACKED_TRANSFERS {
             true => rival.predicted_s() < best.predicted_s(),
-            false => RELAY_GAIN * links.busiest_s(rival) < links.busiest_s(best),
+            false => RELAY_GAIN * links.busiest_s(&rival.plan) < links.busiest_s(&best.plan),
         }
     }
 
@@ -212,11 +219,22 @@ impl Flow<'_> {
         Ok(emitter)
     }
 
-    fn packed(&self, emitter: Emitter, seconds: f64) -> Built {
+    fn build_packed(&self, commodities: &[Commodity], packing: &Packing) -> Result<Built, PlanError> {
+        let shares = packing.shares();
+        let mut emitter = self.emitter()?;
+        emitter.packed(commodities, &shares);
         let mut plan = emitter.into_plan();
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
-        let depth = network_depths(&plan).into_iter().max().unwrap_or(0);
-        Built { plan, stretch: 1.0, seconds, port_seconds: 0.0, relayed_bytes: 0, depth }
+        Ok(Built {
+            depth: network_depths(&plan).into_iter().max().unwrap_or(0),
+            plan,
+            stretch: 1.0,
+            seconds: packing.busiest_s(),
+            port_seconds: 0.0,
+            relayed_bytes: 0,
+            packed_trees: Some(shares.iter().map(Vec::len).sum()),
+            predicted: OnceCell::new(),
+        })
     }
 
     fn check_memory(&self, plan: &Plan) -> Result<(), PlanError> {
@@ -233,6 +251,10 @@ impl Flow<'_> {
 }
 
 impl Built {
+    fn predicted_s(&self) -> f64 {
+        *self.predicted.get_or_init(|| self.plan.predicted_s())
+    }
+
     /// Small enough to be compared with others by simulating both.
     fn is_small(&self) -> bool {
         self.plan.transfers().len() <= MAX_COMPARED_TRANSFERS
@@ -260,6 +282,13 @@ impl Built {
                  go from host to host",
                 Bytes(added),
                 Bytes(passed_on)
+            ));
+        }
+        if let Some(trees) = self.packed_trees {
+            let busiest = Seconds(self.seconds);
+            reasons.push(format!(
+                "NICs, local links and uplinks are in each other's way: {trees} trees of devices share them, so that the \
+                 busiest is done after {busiest}"
             ));
         }
         reasons.extend(match (sent, forwarded) {

@@ -316,3 +316,133 @@ fn whole_bytes(bytes: u64, active: &[(u32, f64)], trees: &[Known]) -> Shares {
     shares.last_mut().expect("trees in use").1 += bytes - at;
     shares
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::demand::Demands;
+    use super::super::super::problem::{Hosts, Problem};
+    use super::super::trees::commodities;
+    use super::*;
+    use crate::cluster::Cluster;
+    use crate::id::Rank;
+
+    fn problem(src: &str, dst: &str, cluster: &str) -> Problem {
+        let hosts = Hosts::Described(Cluster::from_toml(cluster).unwrap());
+        Problem::new(vec![(String::new(), src.parse().unwrap(), dst.parse().unwrap())], hosts).unwrap()
+    }
+
+    /// The least price of reaching everybody who wants it, over all ways there are: dynamic programming over sets of
+    /// devices (Dreyfus and Wagner).
+    fn least_price(prices: &Prices, commodity: &Commodity) -> f64 {
+        let n = prices.links.topology.num_ranks();
+        let holders = commodity.places.iter().flat_map(|p| &p.holders);
+        let wanters: Vec<Rank> = commodity.places.iter().flat_map(|p| p.wanters.clone()).collect();
+        let price = |src: usize, dst: usize| {
+            let mut path = vec![];
+            prices.links.between(Rank::at(src), Rank::at(dst), &mut path);
+            path.iter().map(|&l| prices.per_byte[l as usize]).sum::<f64>()
+        };
+        let mut least = vec![vec![f64::MAX; n]; 1 << wanters.len()];
+        for set in 1..1usize << wanters.len() {
+            for v in 0..n {
+                if set.is_power_of_two() && wanters[set.trailing_zeros() as usize] == Rank::at(v) {
+                    least[set][v] = 0.0;
+                }
+                let mut part = (set - 1) & set;
+                while part > 0 {
+                    least[set][v] = least[set][v].min(least[part][v] + least[set ^ part][v]);
+                    part = (part - 1) & set;
+                }
+            }
+            for _ in 0..n {
+                for (u, v) in (0..n).flat_map(|u| (0..n).map(move |v| (u, v))).filter(|(u, v)| u != v) {
+                    least[set][u] = least[set][u].min(price(u, v) + least[set][v]);
+                }
+            }
+        }
+        // Several holders may serve a part each.
+        let mut best: Vec<f64> = (0..1usize << wanters.len())
+            .map(|set| holders.clone().map(|h| least[set][h.index()]).fold(f64::MAX, f64::min))
+            .collect();
+        best[0] = 0.0;
+        for set in 1..best.len() {
+            let mut part = (set - 1) & set;
+            while part > 0 {
+                best[set] = best[set].min(best[part] + best[set ^ part]);
+                part = (part - 1) & set;
+            }
+        }
+        best[best.len() - 1]
+    }
+
+    /// Packs, checks every tree, and returns the busiest link over the time that no packing beats, by the last prices
+    /// and every tree there is.
+    fn over_the_least(problem: &Problem) -> f64 {
+        let demands = Demands::of(problem).unwrap();
+        let (links, commodities) = (Links::of(problem), commodities(&demands, problem));
+        let floor_s = crate::reshard::lower_bound(problem).unwrap().seconds;
+        let mut packing = pack(&links, &commodities, &vec![0.0; links.seconds_per_byte.len()], floor_s);
+        let seconds = packing.busiest_s();
+        let mut loads = vec![0.0; links.seconds_per_byte.len()];
+        for (commodity, shares) in commodities.iter().zip(packing.shares()) {
+            assert_eq!(shares.iter().map(|s| s.1).sum::<u64>(), commodity.bytes);
+            for (tree, bytes) in shares {
+                let mut has: Vec<Rank> = commodity.places.iter().flat_map(|p| p.holders.clone()).collect();
+                let mut path = vec![];
+                for &(src, dst) in &tree.edges {
+                    assert!(has.contains(&src) && !has.contains(&dst), "{tree:?}");
+                    has.push(dst);
+                    links.between(src, dst, &mut path);
+                }
+                assert!(
+                    commodity.places.iter().flat_map(|p| &p.wanters).all(|w| has.contains(w)),
+                    "{tree:?}"
+                );
+                path.iter()
+                    .for_each(|&l| loads[l as usize] += bytes as f64 * links.seconds_per_byte[l as usize]);
+            }
+        }
+        let busiest = loads.into_iter().fold(0.0, f64::max);
+        assert!(busiest <= seconds * 1.03, "slivers: {busiest} s for {seconds} s");
+        let mut least_s = floor_s;
+        for steepness in [100.0, 300.0, 1000.0] {
+            (packing.steepness, packing.unit_s) = (steepness, seconds);
+            // Prices of a link that is as busy as another differ by what balances them.
+            for _ in 0..30 {
+                packing.reprice();
+                (0..commodities.len()).for_each(|c| packing.improve(c, MAX_STEPS));
+            }
+            packing.reprice();
+            let prices = packing.prices();
+            let worth: f64 =
+                packing.per_byte.iter().zip(&links.seconds_per_byte).map(|(price, s)| price / s).sum();
+            let bytes: f64 = commodities.iter().map(|c| least_price(&prices, c) * c.bytes as f64).sum();
+            least_s = least_s.max(bytes / worth);
+        }
+        assert!(seconds >= least_s * (1.0 - 1e-6), "{seconds} s, and nothing is faster than {least_s} s");
+        seconds / least_s
+    }
+
+    #[test]
+    fn no_packing_is_much_faster() {
+        let nics = |nics, local| {
+            format!(
+                "[[host]]\ncount = 3\ndevices = 3\nnics = {nics}\nnic = \"10Gbit\"\nlocal = \"{local}\"\n"
+            )
+        };
+        let racks = "[[host]]\ncount = 6\ndevices = 1\nnic = \"10Gbit\"\n\
+                     [[tier]]\nhosts_per_group = 3\noversubscription = 4\n";
+        let cases = [
+            ("u8[9000001]@A{h:3,d:3}(d)", "u8[9000001]@A{h:3,d:3}(h)", nics(3, "60Gbit")),
+            ("u8[9000001]@A{x:1}=0(_)", "u8[9000001]@B{h:3,d:3}=0-8(_)", nics(3, "60Gbit")),
+            ("u8[9000001]@A{x:3}=0-2(x)", "u8[9000001]@B{x:5}=3-7(_)", nics(2, "20Gbit")),
+            ("u8[3000,3001]@A{x:3}=0,3,6(x,_)", "u8[3000,3001]@B{x:3}=1,4,8(_,x)", nics(3, "30Gbit")),
+            ("u8[9000001]@A{h:4}(_)", "u8[9000001]@B{h:2}(h)", racks.to_string()),
+            ("u8[9000001]@A{h:2}=0,3(h)", "u8[9000001]@B{h:4}=1,2,4,5(_)", racks.to_string()),
+        ];
+        for (src, dst, cluster) in cases {
+            let ratio = over_the_least(&problem(src, dst, &cluster));
+            assert!(ratio <= 1.02, "{src} -> {dst}: {ratio}");
+        }
+    }
+}
