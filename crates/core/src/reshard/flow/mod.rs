@@ -58,6 +58,8 @@ const PACKING_GAIN: f64 = 1.01;
 /// Trees are packed where that is not too much work, and compared by simulating plans of no more transfers than this.
 const MAX_PACKING_WORK: usize = 100_000;
 const MAX_PACKED_TRANSFERS: usize = 4096;
+/// Below, there is nothing to share out.
+const MIN_PACKED_BYTES: u64 = 1 << 20;
 /// How much longer the busiest link may take in exchange for fewer trees: each is tried.
 const PACKING_SLACKS: [f64; 3] = [1.003, 1.01, 1.03];
 /// A plan this close to the bound is not worth comparing with others.
@@ -175,7 +177,8 @@ impl Flow<'_> {
             return Ok(best);
         }
         let commodities = commodities(self.demands, self.problem);
-        if commodities.iter().map(|c| c.work(&links)).sum::<usize>() > MAX_PACKING_WORK {
+        let work = commodities.iter().map(|c| c.work(&links)).sum::<usize>();
+        if work > MAX_PACKING_WORK || commodities.iter().map(|c| c.bytes).sum::<u64>() < MIN_PACKED_BYTES {
             return Ok(best);
         }
         let loads_s = links.loads_s(&self.emitter()?.plan);

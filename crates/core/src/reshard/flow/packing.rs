@@ -190,7 +190,8 @@ impl<'a> Packing<'a> {
         let bytes = self.step(c, dearest, cheapest);
         self.add(c, cheapest, bytes);
         self.add(c, dearest, -bytes);
-        self.active[c].retain(|&(_, share)| share > 0.5);
+        let nothing = 1e-6 * self.commodities[c].bytes as f64;
+        self.active[c].retain(|&(_, share)| share > nothing);
         true
     }
 
