@@ -1,7 +1,7 @@
 //! `flow` over the bound by class of cluster: random reshards of 64 MiB and more, each planned, verified and simulated.
 //!
 //! `CROSSMESH_SWEEP=2000 cargo test --release -p crossmesh-core --test flow_sweep` runs that many of each class; by
-//! default a few. `CROSSMESH_SWEEP_FROM` starts at another seed.
+//! default a few.
 
 use crossmesh_core::cluster::{Cluster, Group, Host, Tier};
 use crossmesh_core::id::HostId;
@@ -9,16 +9,12 @@ use crossmesh_core::reshard::problem::Hosts;
 use crossmesh_core::reshard::{PlanOptions, Problem, lower, lower_bound, plan};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::verify::verify;
-use crossmesh_testkit::big;
 use crossmesh_testkit::seed::Seed;
+use crossmesh_testkit::{big, sweep};
 
 /// What every class is held to.
 const MOST_MEAN: f64 = 1.02;
 const MOST: f64 = 1.10;
-
-fn from_env(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |n| n.parse().expect("a number"))
-}
 
 /// One reshard on a cluster of the class: predicted over bound, or none where nothing has to move.
 fn gap(seed: u64, change: &impl Fn(&mut Seed, &mut Cluster)) -> Option<f64> {
@@ -49,9 +45,9 @@ fn gap(seed: u64, change: &impl Fn(&mut Seed, &mut Cluster)) -> Option<f64> {
 }
 
 #[track_caller]
-fn sweep(class: &str, change: impl Fn(&mut Seed, &mut Cluster)) {
-    let (first, count) = (from_env("CROSSMESH_SWEEP_FROM", 0), from_env("CROSSMESH_SWEEP", 40));
-    let gaps: Vec<f64> = (first..first + count).filter_map(|seed| gap(seed, &change)).collect();
+fn hold(class: &str, change: impl Fn(&mut Seed, &mut Cluster)) {
+    let count = sweep::count(40) as u64;
+    let gaps: Vec<f64> = (0..count).filter_map(|seed| gap(seed, &change)).collect();
     let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
     let worst = gaps.iter().copied().fold(0.0, f64::max);
     eprintln!("{class}: mean {mean:.4}, worst {worst:.4} over {} problems", gaps.len());
@@ -69,7 +65,7 @@ fn local_links(host: &mut Host, factor: f64) {
 
 #[test]
 fn one_nic_a_host() {
-    sweep("one NIC a host", |_, _| {});
+    hold("one NIC a host", |_, _| {});
 }
 
 #[test]
@@ -78,7 +74,7 @@ fn a_nic_per_device_local_links_2x() {
         host.nics = host.devices;
         local_links(host, 2.0);
     });
-    sweep("a NIC per device, local links 2 x", change);
+    hold("a NIC per device, local links 2 x", change);
 }
 
 #[test]
@@ -87,7 +83,7 @@ fn a_nic_per_device_local_links_9x() {
         host.nics = host.devices;
         local_links(host, 9.0);
     });
-    sweep("a NIC per device, local links 9 x", change);
+    hold("a NIC per device, local links 9 x", change);
 }
 
 #[test]
@@ -97,7 +93,7 @@ fn four_nics_a_host() {
         let factor = seed.pick(&[2.0, 9.0, 20.0]);
         local_links(host, factor);
     });
-    sweep("four NICs a host", change);
+    hold("four NICs a host", change);
 }
 
 /// Racks of two to four hosts, whose uplinks carry what their hosts' NICs do, over `oversubscription`.
@@ -115,10 +111,10 @@ fn racks(oversubscription: f64) -> impl Fn(&mut Seed, &mut Cluster) {
 
 #[test]
 fn racks_oversubscribed_1_5x() {
-    sweep("racks oversubscribed 1.5 x", racks(1.5));
+    hold("racks oversubscribed 1.5 x", racks(1.5));
 }
 
 #[test]
 fn racks_oversubscribed_4x() {
-    sweep("racks oversubscribed 4 x", racks(4.0));
+    hold("racks oversubscribed 4 x", racks(4.0));
 }

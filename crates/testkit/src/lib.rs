@@ -10,3 +10,4 @@ pub mod replay;
 pub mod seed;
 pub mod simple;
 pub mod sockets;
+pub mod sweep;

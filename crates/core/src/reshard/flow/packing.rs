@@ -345,10 +345,10 @@ mod tests {
         };
         let mut least = vec![vec![f64::MAX; n]; 1 << wanters.len()];
         for set in 1..1usize << wanters.len() {
-            for v in 0..n {
-                if set.is_power_of_two() && wanters[set.trailing_zeros() as usize] == Rank::at(v) {
-                    least[set][v] = 0.0;
-                }
+            if set.is_power_of_two() {
+                least[set][wanters[set.trailing_zeros() as usize].index()] = 0.0;
+            }
+            for v in (0..n).map(Rank::at).map(Rank::index) {
                 let mut part = (set - 1) & set;
                 while part > 0 {
                     least[set][v] = least[set][v].min(least[part][v] + least[set ^ part][v]);

@@ -175,8 +175,8 @@ impl Prices<'_> {
         if self.links.topology.num_tiers() == 0 {
             let (home, hub) = (cheapest(0..num_homes), cheapest(num_homes..places.len()));
             let rest = if exits[hub] < exits[home] { hub } else { home };
-            for place in num_homes..places.len() {
-                parents[place] = Some(if place == hub { home } else { rest });
+            for (place, parent) in parents.iter_mut().enumerate().skip(num_homes) {
+                *parent = Some(if place == hub { home } else { rest });
             }
             return parents;
         }
