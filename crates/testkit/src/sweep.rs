@@ -1,6 +1,7 @@
 //! How many random cases a test looks at.
 
 /// `CROSSMESH_SWEEP`, where it is set; else `usual`, which takes a few seconds.
+#[expect(clippy::disallowed_methods, reason = "how long a test looks, not what it decides")]
 pub fn count(usual: usize) -> usize {
     match std::env::var("CROSSMESH_SWEEP") {
         Ok(text) => {
