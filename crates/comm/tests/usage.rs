@@ -35,7 +35,7 @@ fn what_is_taken_in_a_run_is_seen_and_nothing_else() {
     drop(touch(Memory::private(24 * MIB).unwrap()));
     meter.end();
     let extra = meter.extra_bytes(48 * MIB);
-    // A few pages of the heap that were there before may have been given back.
-    assert!((28 * MIB - MIB / 8..30 * MIB).contains(&extra), "{} KiB", extra >> 10);
+    // The system counts resident pages in batches, and pages of the heap that were there before may have been given back.
+    assert!((28 * MIB - MIB / 2..30 * MIB).contains(&extra), "{} KiB", extra >> 10);
     drop((tensors, peers, staging));
 }

@@ -118,6 +118,12 @@ impl Engine {
             // A rank that computes is at work, however long it takes.
             self.jobs.values_mut().for_each(|job| job.moved_ns = now);
         }
+        // What trickles in is a sign of life, too.
+        for peer in 0..self.peers.len() {
+            if self.peers[peer].link.gathers() {
+                self.progress(peer)?;
+            }
+        }
         let waits_for = self.blamed(now, 2 * BEAT_NS).map(|(_, culprit)| culprit);
         for peer in 0..self.peers.len() {
             if self.owes_beat(peer, waits_for, now) {

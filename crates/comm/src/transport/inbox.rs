@@ -88,6 +88,11 @@ impl Inbox {
         }
     }
 
+    /// How much of a payload is still to come, before anything else can.
+    pub fn payload_left(&self) -> u64 {
+        self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data).map_or(0, Incoming::left)
+    }
+
     /// Reads once and takes what came apart. False once the socket has nothing more.
     pub fn read(
         &mut self,

@@ -104,6 +104,10 @@ pub trait Link: Send {
     fn heard(&self) -> Option<u64> {
         None
     }
+    /// Whether the system may keep what has come to itself until there is more of it; then `progress` is called now and then.
+    fn gathers(&self) -> bool {
+        false
+    }
     /// How much has gone to the peer so far: while it grows, the peer knows that we live. None if the link cannot tell.
     fn said(&self) -> Option<u64> {
         None

@@ -25,6 +25,8 @@ const READS_PER_TURN: usize = 16;
 /// Frames longer than this gain nothing; shorter ones cost a system call more often.
 const MAX_PART_BYTES: u64 = 256 << 10;
 const MIN_PART_BYTES: u64 = 16 << 10;
+/// Inside a payload we are woken for so many bytes, or for the rest of it, and not for every packet.
+const GATHER_BYTES: u64 = 64 << 10;
 /// Parts in shared memory cost two small frames each, so they are larger.
 const MAX_OFFER_BYTES: u64 = 1 << 20;
 
@@ -38,6 +40,8 @@ pub struct StreamLink {
     arrivals: Arrivals,
     shm: Option<Shm>,
     received: Vec<Received>,
+    /// How many bytes wake us; none where the system is not told.
+    wakes_at: Option<u64>,
     /// What went wrong in a call that cannot say so.
     failed: Option<LinkError>,
 }
@@ -46,7 +50,7 @@ impl StreamLink {
     pub fn tcp(me: Rank, peer: Rank, stream: TcpStream) -> Result<Self, LinkError> {
         tcp::tune(&stream)?;
         sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER_BYTES)?;
-        Self::new(me, peer, stream.into(), None)
+        Ok(Self { wakes_at: Some(1), ..Self::new(me, peer, stream.into(), None)? })
     }
 
     /// To a process of the same host. What lies in shared memory is copied from there.
@@ -68,8 +72,18 @@ impl StreamLink {
             arrivals: Arrivals::default(),
             shm,
             received: vec![],
+            wakes_at: None,
             failed: None,
         })
+    }
+
+    /// Nothing can be done with a payload before it is whole; but behind it there may be a word.
+    fn gather(&mut self) {
+        let wanted = self.inbox.payload_left().clamp(1, GATHER_BYTES);
+        if self.wakes_at.is_some_and(|now| now != wanted) && tcp::set_wake_bytes(self.socket.as_fd(), wanted)
+        {
+            self.wakes_at = Some(wanted);
+        }
     }
 
     fn take_received(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
@@ -123,6 +137,10 @@ impl Link for StreamLink {
 
     fn heard(&self) -> Option<u64> {
         Some(self.inbox.bytes)
+    }
+
+    fn gathers(&self) -> bool {
+        self.wakes_at.is_some_and(|bytes| bytes > 1)
     }
 
     fn said(&self) -> Option<u64> {
@@ -182,6 +200,7 @@ impl Link for StreamLink {
                 break;
             }
         }
+        self.gather();
         if let Some(shm) = &mut self.shm {
             shm.pull(&mut self.arrivals, &mut self.outbox, events);
         }

@@ -14,7 +14,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpStream;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
@@ -98,6 +98,12 @@ pub fn set_window(stream: &TcpStream, share_bytes_per_s: f64) -> io::Result<()> 
     Ok(())
 }
 
+/// Has the system wake whoever waits for a socket when so many bytes are there: fewer where its own buffer is smaller than
+/// that, or is full. Whether it does.
+pub(super) fn set_wake_bytes(socket: BorrowedFd<'_>, bytes: u64) -> bool {
+    set_option(socket, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes as i32)
+}
+
 /// The window of a connection; none where the kernel chooses.
 fn window_bytes(share_bytes_per_s: f64, round_trip_s: f64) -> Option<usize> {
     let bytes = (share_bytes_per_s * (round_trip_s + QUEUE_S)).max(MIN_WINDOW_BYTES);
@@ -125,15 +131,15 @@ fn set_retransmits(stream: &TcpStream) {
     const TCP_RTO_MAX_MS: libc::c_int = 44;
     const TCP_RTO_MIN_US: libc::c_int = 45;
     for (option, value) in [(TCP_RTO_MIN_US, MIN_RETRANSMIT_US), (TCP_RTO_MAX_MS, MAX_RETRANSMIT_MS)] {
-        let _unknown = set_tcp_option(stream, option, value);
+        let _unknown = set_option(stream.as_fd(), libc::IPPROTO_TCP, option, value);
     }
 }
 
-fn set_tcp_option(stream: &TcpStream, option: libc::c_int, value: i32) -> bool {
+fn set_option(socket: BorrowedFd<'_>, level: libc::c_int, option: libc::c_int, value: i32) -> bool {
     let len = size_of::<i32>() as libc::socklen_t;
     let from = (&raw const value).cast();
     // SAFETY: the kernel reads `len` bytes of a value that has as many.
-    let done = unsafe { libc::setsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, option, from, len) };
+    let done = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, from, len) };
     done == 0
 }
 
