@@ -31,7 +31,9 @@ pub struct Before<'a> {
     /// By op and moment: the search that saw it last. Made with the first search.
     seen: Vec<[u32; 3]>,
     searches: u32,
+    /// What was found and is yet to be looked at: of the rank at hand, where the way mostly lies, and of others.
     open: Vec<(At, Moment)>,
+    abroad: Vec<(At, Moment)>,
     /// By rank: whether every compute op waits for the one before it.
     serial: Vec<bool>,
 }
@@ -47,7 +49,7 @@ enum Moment {
 impl<'a> Before<'a> {
     pub fn new(order: &'a Order<'a>) -> Self {
         let serial = (0..order.program.ranks.len()).map(|rank| is_serial(order, rank as u32)).collect();
-        Self { order, seen: vec![], searches: 0, open: vec![], serial }
+        Self { order, seen: vec![], searches: 0, open: vec![], abroad: vec![], serial }
     }
 
     /// Whether op `first` of a rank is done with an element before op `then` of the same rank reads or writes it.
@@ -62,13 +64,14 @@ impl<'a> Before<'a> {
         }
         self.searches += 1;
         self.open.clear();
+        self.abroad.clear();
         self.open.push(((rank, then), Moment::Element));
         self.search((rank, first))
     }
 
     fn search(&mut self, target: At) -> bool {
         let order = self.order;
-        while let Some((at, moment)) = self.open.pop() {
+        while let Some((at, moment)) = self.open.pop().or_else(|| self.abroad.pop()) {
             let (op, ranked) = (order.op(at), &order.program.ranks[at.0 as usize]);
             for dep in ranked.deps(op) {
                 let reached = match (moment, dep.kind) {
@@ -107,7 +110,8 @@ impl<'a> Before<'a> {
         // What stands before the target cannot wait for it.
         if !over && *seen != self.searches && order.key(at) >= order.key(target) {
             *seen = self.searches;
-            self.open.push((at, moment));
+            let stack = if at.0 == target.0 { &mut self.open } else { &mut self.abroad };
+            stack.push((at, moment));
         }
         over
     }

@@ -425,7 +425,9 @@ impl<'a> RankMemory<'a> {
                 return race(reader, "read");
             }
         }
-        if cell.writer != NOBODY && cell.writer != op && !before.is_over(self.rank.0, cell.writer, op) {
+        // Who has read it waited for who wrote it.
+        let unread = cell.readers.is_empty() && cell.writer != NOBODY;
+        if unread && cell.writer != op && !before.is_over(self.rank.0, cell.writer, op) {
             return race(cell.writer, "write");
         }
         Ok(())

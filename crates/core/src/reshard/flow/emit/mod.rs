@@ -29,7 +29,6 @@ use super::ports::PortTable;
 use lanes::Lanes;
 use stretches::{Stretch, stretches};
 
-
 /// Where in the list of arrivals those of a host begin.
 #[derive(Clone, Copy)]
 struct Has {
