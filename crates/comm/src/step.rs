@@ -99,7 +99,9 @@ impl StepBuffers {
     }
 
     fn tiles(&self, slot: Slot) -> impl Iterator<Item = &Tile> {
-        let (first, tiles) = self.crossings[&(slot.crossing, slot.direction, slot.microbatch)].clone();
+        // A rank whose shard is empty has no part in it.
+        let here = self.crossings.get(&(slot.crossing, slot.direction, slot.microbatch));
+        let (first, tiles) = here.cloned().unwrap_or((0, 0..0));
         let of_tensor = move |tile: &&Tile| tile.tensor == first + slot.tensor as u32;
         self.buffers.program().tiles[tiles.start as usize..tiles.end as usize].iter().filter(of_tensor)
     }

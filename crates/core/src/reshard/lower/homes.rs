@@ -211,10 +211,9 @@ impl Homes {
         let partial = sides.src.is_partial();
         let brought: Vec<TransferId> =
             plan.after(t).iter().copied().filter(|a| brings(plan, *a, t)).collect();
-        if !partial || brought.is_empty() {
-            if let Some(tile) = view.shards.source(program, boxes, t.tensor, region) {
-                return Home::Tile(tile);
-            }
+        let own = view.shards.source(program, boxes, t.tensor, region);
+        if let Some(tile) = own.filter(|_| !partial || brought.is_empty()) {
+            return Home::Tile(tile);
         }
         let home = |a: TransferId| self.into[view.lookup.place(a)];
         let of = |a: TransferId| plan.region(&plan.transfers()[a.index()]);
