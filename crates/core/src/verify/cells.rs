@@ -72,8 +72,8 @@ pub struct RankMemory<'a> {
     /// Boxes written to spaces that nobody reads: all that matters is that they fill their goals.
     filled: Vec<Written<'a>>,
     plain: Vec<bool>,
-    /// Spaces that share bytes with others and were touched.
-    live: Vec<u32>,
+    /// By buffer: the spaces that share bytes with others and were touched.
+    live: Vec<Vec<u32>>,
 }
 
 impl<'a> RankMemory<'a> {
@@ -92,7 +92,7 @@ impl<'a> RankMemory<'a> {
             indices: FxHashMap::default(),
             filled: vec![],
             plain: vec![false; n],
-            live: vec![],
+            live: vec![vec![]; ranked.buffers.len()],
         };
         let written = memory.survey();
         memory.check_sources()?;
@@ -103,7 +103,8 @@ impl<'a> RankMemory<'a> {
             cells.any(|c| memory.cells[c as usize].holds.is_some())
         };
         let shares = |space: &u32| memory.spaces.spaces[*space as usize].shares;
-        memory.live = (0..n as u32).filter(|space| shares(space) && holds(space)).collect();
+        let in_use: Vec<u32> = (0..n as u32).filter(|space| shares(space) && holds(space)).collect();
+        in_use.into_iter().for_each(|space| memory.touch(space));
         Ok(memory)
     }
 
@@ -462,8 +463,10 @@ impl<'a> RankMemory<'a> {
     }
 
     fn touch(&mut self, space: u32) {
-        if self.spaces.spaces[space as usize].shares && !self.live.contains(&space) {
-            self.live.push(space);
+        let of = &self.spaces.spaces[space as usize];
+        let live = &mut self.live[of.buffer as usize];
+        if of.shares && !live.contains(&space) {
+            live.push(space);
         }
     }
 
@@ -476,7 +479,8 @@ impl<'a> RankMemory<'a> {
         before: &mut Before,
     ) -> Result<(), VerifyError> {
         let mut kept = vec![];
-        let live = std::mem::take(&mut self.live);
+        let buffer = self.spaces.spaces[space as usize].buffer as usize;
+        let live = std::mem::take(&mut self.live[buffer]);
         let (start, end) = extent(self.program, self.ranked.tile(tile));
         for other in live {
             let of = &self.spaces.spaces[other as usize];
@@ -499,7 +503,7 @@ impl<'a> RankMemory<'a> {
                 kept.push(other);
             }
         }
-        self.live = kept;
+        self.live[buffer] = kept;
         Ok(())
     }
 

@@ -222,7 +222,8 @@ fn check_claims(plan: &Plan, program: &Program, proof: &Proof, claims: &Claims) 
         }
         _ => {}
     }
-    let differs = |a: f64, b: f64| (a - b).abs() > ROUNDING * a.abs().max(b.abs()) || a.is_nan() != b.is_nan();
+    let differs =
+        |a: f64, b: f64| (a - b).abs() > ROUNDING * a.abs().max(b.abs()) || a.is_nan() != b.is_nan();
     if let Some(claimed) = claims.lower_bound_s {
         let seconds = lower_bound(&plan.problem).map_or(0.0, |bound| bound.seconds);
         if differs(seconds, claimed) {

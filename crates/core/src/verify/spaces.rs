@@ -105,9 +105,9 @@ impl Spaces {
     /// Whether two spaces have a byte in common.
     pub fn meet(&self, program: &Program, ranked: &RankProgram, a: u32, b: u32) -> bool {
         let (a, b) = (&self.spaces[a as usize], &self.spaces[b as usize]);
-        let tiles =
-            |space: &Space| space.tiles.iter().map(|t| &ranked.tiles[*t as usize]).collect::<Vec<_>>();
-        a.buffer == b.buffer && tiles(a).iter().any(|x| tiles(b).iter().any(|y| tiles_meet(program, x, y)))
+        let tile = |t: &u32| &ranked.tiles[*t as usize];
+        a.buffer == b.buffer
+            && a.tiles.iter().any(|x| b.tiles.iter().any(|y| tiles_meet(program, tile(x), tile(y))))
     }
 }
 
