@@ -7,11 +7,11 @@ mod common;
 use common::{KINDS, run};
 use crossmesh_core::reshard::{PlanOptions, plan};
 use crossmesh_testkit::boxes;
-use crossmesh_testkit::seed::sweep;
+use crossmesh_testkit::sweep;
 
 #[test]
 fn random_boxes_arrive() {
-    for seed in 0..sweep(60) {
+    for seed in 0..sweep::count(60) as u64 {
         let problem = boxes::problem(seed);
         let plan = plan(&problem, &PlanOptions::default()).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
         run(&plan, KINDS[seed as usize % KINDS.len()]);

@@ -8,7 +8,8 @@ use crossmesh_core::dtype::DType;
 use crossmesh_core::reshard::problem::Hosts;
 use crossmesh_core::reshard::{Plan, PlanError, PlanOptions, Problem, Strategy, plan};
 use crossmesh_core::verify::verify;
-use crossmesh_testkit::seed::{Seed, Shape, problem, sweep};
+use crossmesh_testkit::seed::{Seed, Shape, problem};
+use crossmesh_testkit::sweep;
 
 /// The same problem with another dtype, and sums that may be largest or smallest values instead.
 fn varied(problem: &Problem, seed: &mut Seed) -> Problem {
@@ -39,7 +40,7 @@ fn planned(problem: &Problem, strategy: Strategy, seed: &mut Seed) -> Option<Pla
 
 #[test]
 fn what_is_proven_runs() {
-    let wanted = sweep(250) as usize;
+    let wanted = sweep::count(250);
     let (mut runs, mut sums, mut staged) = (0, 0, 0);
     for number in 0.. {
         let mut seed = Seed(number);

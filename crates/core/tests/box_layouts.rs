@@ -15,7 +15,8 @@ use crossmesh_core::verify::verify;
 use crossmesh_testkit::boxes;
 use crossmesh_testkit::cuts::bound_s;
 use crossmesh_testkit::replay::{elements, replay, run_program};
-use crossmesh_testkit::seed::{self, Shape, sweep};
+use crossmesh_testkit::seed::{self, Shape};
+use crossmesh_testkit::sweep;
 
 fn describe(problem: &Problem) -> String {
     let layouts =
@@ -46,7 +47,7 @@ fn prove(plan: &Plan, seed: u64) {
 #[test]
 fn box_layouts_are_planned_verified_and_carried_out() {
     let (mut most, mut largest) = (0, 0);
-    for seed in 0..sweep(120) {
+    for seed in 0..sweep::count(120) as u64 {
         let problem = boxes::problem(seed);
         let layouts = problem.reshards.iter().flat_map(|r| [&r.src.layout, &r.dst.layout]);
         let lens = layouts.filter_map(|l| l.by_boxes()).flat_map(|t| t.kinds().iter().map(Vec::len));
@@ -71,7 +72,7 @@ fn place(held: &HeldBox, element: &[u64]) -> u64 {
 
 #[test]
 fn every_element_of_a_shard_has_a_place_of_its_own() {
-    for seed in 0..sweep(200) {
+    for seed in 0..sweep::count(200) as u64 {
         let layout = boxes::layout(seed);
         let text = layout.to_string();
         assert_eq!(text.parse::<Layout>().as_ref(), Ok(&layout), "seed {seed}");
@@ -96,7 +97,7 @@ fn every_element_of_a_shard_has_a_place_of_its_own() {
 #[test]
 fn the_bound_of_box_layouts_is_the_oracles() {
     let mut looked_at = 0;
-    for seed in 0..sweep(150) {
+    for seed in 0..sweep::count(150) as u64 {
         let problem = boxes::problem(seed);
         let hosts = problem.cluster.hosts.len();
         let partial = problem.reshards.iter().any(|r| r.src.layout.partial().is_some());
@@ -130,7 +131,7 @@ fn listed(problem: &Problem, src: bool, dst: bool) -> Problem {
 
 #[test]
 fn splits_written_as_boxes_are_planned_alike() {
-    for seed in 0..sweep(150) {
+    for seed in 0..sweep::count(150) as u64 {
         let problem = seed::problem(seed, Shape::FULL);
         let sides = [(true, true), (true, false), (false, true)][seed as usize % 3];
         let boxes = listed(&problem, sides.0, sides.1);

@@ -13,8 +13,9 @@ use crossmesh_core::verify::{Law, verify, verify_program};
 use crossmesh_testkit::interpret::{Sends, interpret};
 use crossmesh_testkit::mutate_program::{Change, change};
 use crossmesh_testkit::replay::run_program;
-use crossmesh_testkit::seed::{Seed, Shape, problem, sweep};
+use crossmesh_testkit::seed::{Seed, Shape, problem};
 use crossmesh_testkit::simple::{self, Way};
+use crossmesh_testkit::sweep;
 
 /// A program of some kind, small enough to be carried out byte by byte.
 fn program(number: u64) -> Program {
@@ -61,7 +62,7 @@ fn runs_right(program: &Program, seed: u64, orders: u64) -> Result<(), String> {
 
 #[test]
 fn changed_programs_are_refused_or_harmless() {
-    let wanted = sweep(6_000) as usize;
+    let wanted = sweep::count(6_000);
     let mut seen: BTreeMap<Change, [usize; 2]> = BTreeMap::new();
     let mut count = 0;
     for number in 0.. {
@@ -251,7 +252,7 @@ fn changed_plan(plan: &Plan, seed: &mut Seed) -> Option<Plan> {
 
 #[test]
 fn changed_plans_are_refused_or_harmless() {
-    let wanted = sweep(6_000) as usize;
+    let wanted = sweep::count(6_000);
     let (mut count, mut harmless) = (0, 0);
     for number in 0.. {
         let mut seed = Seed(number);

@@ -34,15 +34,6 @@ impl Seed {
     }
 }
 
-/// How many random cases a test looks at: as many as `CROSSMESH_SWEEP` says, else the usual number.
-#[expect(clippy::disallowed_methods, reason = "how long a test runs decides no plan")]
-pub fn sweep(usual: u64) -> u64 {
-    match std::env::var("CROSSMESH_SWEEP") {
-        Ok(number) => number.parse().unwrap_or_else(|_| panic!("CROSSMESH_SWEEP={number} is no number")),
-        Err(_) => usual,
-    }
-}
-
 /// What random problems are like.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {

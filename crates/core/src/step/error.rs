@@ -32,5 +32,11 @@ pub enum StepError {
     #[error("crossing `{name}` cannot be drawn in broad strokes: {what}")]
     Coarse { name: String, what: String },
     #[error(transparent)]
-    Verify(#[from] VerifyError),
+    Verify(Box<VerifyError>),
+}
+
+impl From<VerifyError> for StepError {
+    fn from(error: VerifyError) -> Self {
+        Self::Verify(Box::new(error))
+    }
 }

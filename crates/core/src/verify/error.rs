@@ -145,7 +145,7 @@ pub enum VerifyError {
     #[error("tile {tile} of {rank} is {region}, tensor {tensor} is {whole}")]
     TileOutside { rank: Rank, tile: u32, tensor: u32, region: Region, whole: Region },
     #[error("tile {tile} of {rank} reaches to byte {end} of buffer {buffer}, which has {bytes} B")]
-    TileBeyondBuffer { rank: Rank, tile: u32, buffer: u32, end: u128, bytes: u64 },
+    TileBeyondBuffer { rank: Rank, tile: u32, buffer: u32, end: u64, bytes: u64 },
     #[error(
         "tile {tile} of {rank} has strides that put two elements in one place, or as many as it has not dims"
     )]

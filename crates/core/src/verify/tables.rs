@@ -71,7 +71,10 @@ impl OfRank<'_> {
             .ok_or(VerifyError::TileOnItself { rank, tile: index })?;
         let bytes = self.ranked.buffers[tile.buffer as usize].bytes;
         match end > u128::from(bytes) {
-            true => Err(VerifyError::TileBeyondBuffer { rank, tile: index, buffer: tile.buffer, end, bytes }),
+            true => {
+                let (buffer, end) = (tile.buffer, u64::try_from(end).unwrap_or(u64::MAX));
+                Err(VerifyError::TileBeyondBuffer { rank, tile: index, buffer, end, bytes })
+            }
             false => Ok(()),
         }
     }
