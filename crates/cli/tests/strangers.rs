@@ -22,7 +22,7 @@ fn crowd(port: u16, came: &AtomicU64, over: &AtomicBool) {
     let mut crowd = VecDeque::new();
     while !over.load(Ordering::SeqCst) {
         let Ok(mut stranger) = TcpStream::connect(("127.0.0.1", port)) else { continue };
-        if came.fetch_add(1, Ordering::SeqCst) % 2 == 0 {
+        if came.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) {
             let _ = stranger.write_all(&[0xff; 4096]);
         }
         crowd.push_back(stranger);
