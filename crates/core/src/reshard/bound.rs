@@ -204,7 +204,7 @@ impl<'a> Level<'a> {
         let has_sums = !needs.is_empty();
         let whole = classes.iter().filter(|c| !c.receivers.is_empty());
         needs.extend(whole.map(|c| Need::of_whole(c.bytes, &c.holders, &c.receivers)));
-        let mut bound = self.into_each(&needs);
+        let mut bound = self.in_of_each(&needs);
         bound.reason = match bound.seconds > 0.0 {
             true => bound.reason,
             false => "nothing has to cross a link".into(),
@@ -220,7 +220,7 @@ impl<'a> Level<'a> {
     }
 
     /// What has to come into each node, at least.
-    fn into_each(&self, needs: &[Need]) -> Bound {
+    fn in_of_each(&self, needs: &[Need]) -> Bound {
         let mut bytes_in = vec![0u64; self.in_rates.len()];
         for need in needs {
             need.receivers.iter().for_each(|&node| bytes_in[node as usize] += need.bytes);

@@ -71,7 +71,7 @@ impl Blocks {
         }
         let mut wanted: Vec<Wanted> =
             by_host.into_iter().map(|(host, items)| Wanted::of(host, items)).collect::<Option<_>>()?;
-        wanted.sort_by(|a, b| starts(&a.region).cmp(&starts(&b.region)));
+        wanted.sort_by_key(|w| starts(&w.region));
         let one_rank = |host: &HostId| -> Option<Vec<Rank>> {
             let on_host = holders.hosts.get(host)?;
             on_host.parts.iter().map(|(_, ranks)| (ranks.len() == 1).then(|| ranks[0])).collect()
@@ -103,7 +103,7 @@ impl Blocks {
 
 impl Wanted {
     fn of(host: HostId, mut items: Vec<(Region, Vec<Rank>)>) -> Option<Self> {
-        items.sort_by(|a, b| starts(&a.0).cmp(&starts(&b.0)));
+        items.sort_by_key(|(region, _)| starts(region));
         let region = union(items.iter().map(|(region, _)| region))?;
         if items.len() == 1 {
             let collector = *items[0].1.first()?;

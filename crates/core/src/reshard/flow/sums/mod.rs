@@ -60,6 +60,8 @@ struct Cut<'a> {
     sum: &'a SumItem,
     region: Region,
     bytes: u64,
+    /// Of how many classes with the same parts, the how manieth.
+    place: (usize, usize),
     /// Whose turn it is, among devices that can stand in for each other.
     turn: usize,
     /// Adders by host (or for a cut inside a host, its own alone), each part with its holders.
@@ -85,7 +87,11 @@ impl Emitter<'_> {
             Some(_) => vec![false; holders.len()],
         };
         let rest = demands.sum_classes.iter().enumerate().filter(|(_, c)| !in_blocks[c.source as usize]);
+        let mut of_source = vec![(0, 0); holders.len()];
+        demands.sum_classes.iter().for_each(|class| of_source[class.source as usize].1 += 1);
         for (c, class) in rest {
+            let place = of_source[class.source as usize];
+            of_source[class.source as usize].0 += 1;
             let (roots, devices) = self.num_turns(class, &holders[class.source as usize], few);
             for &item in &class.items {
                 let sum = &demands.sums[item as usize];
@@ -98,7 +104,7 @@ impl Emitter<'_> {
                         (true, false) => c,
                         (false, _) => 0,
                     };
-                    let cut = Draft { sum, region, bytes, turn, holders };
+                    let cut = Draft { sum, region, bytes, place, turn, holders };
                     self.sort_cut(cut, &mut sends, &mut between, &mut inside);
                 }
             }
@@ -266,7 +272,7 @@ impl Emitter<'_> {
                 (trees, shape) = (stars, Shape::Star);
             }
         }
-        let follow = apart && self.fills_slowly(cuts, &trees);
+        let follow = apart && (!self.many_ports || self.fills_slowly(cuts, &trees));
         let mut routes: FxHashMap<&Tree, u32> = FxHashMap::default();
         let mut boxes: Vec<Box> = vec![];
         for (cut, tree) in cuts.iter().zip(&trees) {
@@ -292,7 +298,8 @@ impl Emitter<'_> {
     }
 
     /// Whether boxes side by side would take too long to fill their paths even with the smallest chunks. Where no sum
-    /// arrives at a host that adds, they may as well follow each other all the way.
+    /// arrives at a host that adds, they may as well follow each other all the way; but with several ports, those that
+    /// run side by side use them more evenly.
     fn fills_slowly(&self, cuts: &[Cut], trees: &[Tree]) -> bool {
         let mut starts: FxHashMap<Rank, (u64, u64)> = FxHashMap::default();
         for (cut, tree) in cuts.iter().zip(trees) {
@@ -325,7 +332,15 @@ impl Emitter<'_> {
         // Who also receives comes first on a path: the first takes in nothing.
         let receives = |host: &HostId| cut.receivers.contains_key(host);
         match shape {
-            Shape::Star => cover.sort_by_key(|(h, _)| (*h == root_host, *h < root_host, *h)),
+            Shape::Star if ends.is_empty() => {
+                cover.sort_by_key(|(h, _)| (*h == root_host, *h < root_host, *h));
+            }
+            // Classes of the same parts are asked for at different hosts at a time.
+            Shape::Star => {
+                let start = cut.place.0 * cover.len() / cut.place.1;
+                cover.rotate_left(start);
+                cover.sort_by_key(|(h, _)| *h == root_host);
+            }
             Shape::Path => cover.sort_by_key(|(h, _)| {
                 let turns = receives(h) || ends.contains(h);
                 (*h == root_host, !receives(h), ends.contains(h), turns && *h < root_host, *h)
@@ -417,14 +432,15 @@ struct Draft<'a> {
     sum: &'a SumItem,
     region: Region,
     bytes: u64,
+    place: (usize, usize),
     turn: usize,
     holders: &'a Holders,
 }
 
 impl<'a> Draft<'a> {
     fn with(&self, cover: Vec<(HostId, Vec<&'a [Rank]>)>, receivers: BTreeMap<HostId, Vec<Rank>>) -> Cut<'a> {
-        let Draft { sum, bytes, turn, .. } = *self;
-        Cut { sum, region: self.region.clone(), bytes, turn, cover, receivers }
+        let Draft { sum, bytes, place, turn, .. } = *self;
+        Cut { sum, region: self.region.clone(), bytes, place, turn, cover, receivers }
     }
 }
 
