@@ -185,7 +185,8 @@ fn programs_are_documents() {
         std::fs::write(&path, doc.to_string()).unwrap();
         path
     };
-    let cases: [(&str, &str, &dyn Fn(&mut Value)); 5] = [
+    type Case<'a> = (&'a str, &'a str, &'a dyn Fn(&mut Value));
+    let cases: [Case; 5] = [
         ("buffer.json", "names buffer 77", &|d| d["ranks"][0]["tiles"][0]["buffer"] = 77.into()),
         ("box.json", "the tensor", &|d| d["boxes"][0] = json!([[0, 900], [0, 6]])),
         ("cycle.json", "wait for each other", &|d| d["ranks"][0]["ops"][0]["after"] = json!([0])),
