@@ -11,15 +11,15 @@
 
 use std::sync::Mutex;
 
-use anyhow::{Result, bail};
-use crossmesh_comm::auth::Secret;
+use anyhow::{Context, Result, bail};
+use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::deadline::Deadline;
 #[cfg(not(feature = "mpi"))]
 use crossmesh_comm::environment::EnvironmentError;
 #[cfg(feature = "mpi")]
 use crossmesh_comm::environment::TRANSPORT_VARIABLE;
 use crossmesh_comm::environment::{
-    Flags, Place, Transport, Variables, host_name, launcher, place, transport, variables,
+    Flags, Place, Transport, Variables, host_name, job_name, launcher, place, transport, variables,
 };
 use crossmesh_comm::rendezvous::{Meeting, OverSockets, RendezvousError};
 use crossmesh_core::id::Rank;
@@ -114,12 +114,11 @@ fn join_sockets(
     answer_if_first(place.rank);
     let ending = Ending::new(|_| {});
     let secret = secret(&place, variables)?;
-    let patience = patience(&place, variables, Deadline::after(options.arrive), deadline_ms);
+    let patience = patience(Deadline::after(options.arrive), deadline_ms);
     let roster = (0..place.world).map(Rank).collect();
-    let (host, on_news) = (host_name(variables), ending.on_news());
+    let (host, on_abort) = (host_name(variables), ending.on_abort());
     let (rank, world, launcher) = (place.rank, place.world, place.launcher);
-    let met = OverSockets::meet(place, &host, roster, secret, patience, log(), on_news);
-    let meeting = met.map_err(|error| ending.not_met(error))?;
+    let meeting = OverSockets::meet(place, &host, roster, secret, patience, log(), on_abort)?;
     Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
 }
 
@@ -148,13 +147,24 @@ fn answer_if_first(rank: Rank) {
     }
 }
 
-/// The job's secret; the first rank says what it is worth, where that is little.
+/// The secret that was given to the job; else one made of its name, and the first rank says what that is worth.
 fn secret(place: &Place, variables: &Variables) -> Result<Secret> {
-    let (secret, note) = Secret::of_job(place, variables)?;
-    if let Some(note) = note.filter(|_| place.rank == Rank(0)) {
-        log()(&note);
+    if let Some(secret) = Secret::from_variables(variables)? {
+        return Ok(secret);
     }
-    Ok(secret)
+    let name = job_name(place.launcher, variables).with_context(|| {
+        format!(
+            "the job that {} started has neither a secret nor a name\nhint: set {SECRET_VARIABLE} to the same random text for all ranks",
+            place.launcher
+        )
+    })?;
+    if place.rank == Rank(0) && !name.secret {
+        let variables = name.variables.join(" and ");
+        log()(&format!(
+            "note: no {SECRET_VARIABLE} was given; ranks know each other by {variables}, which others may guess"
+        ));
+    }
+    Ok(Secret::of_job(&name))
 }
 
 fn take_part(
@@ -170,9 +180,10 @@ fn take_part(
     let part = Part { task: work.task, rank, repeat, deadline_ms, flight, trace, interrupt };
     let meeting = &mut *job.meeting;
     let summary = match work.task.ranks().contains(&rank) {
-        true => part.connect(meeting, Deadline::after(options.arrive)).and_then(|links| {
+        true => {
+            let links = part.connect(meeting, Deadline::after(options.arrive))?;
             part.take(meeting, links, |round| progress.say(&format!("run {round} of {}", options.repeat)))
-        }),
+        }
         false => part.watch(meeting),
     };
     let abort = match summary {
@@ -199,9 +210,11 @@ fn gather(meeting: &mut dyn Meeting, summary: &Summary) -> Result<Vec<Summary>, 
 }
 
 fn measured(job: &Joined, work: &Work<'_>, summaries: &[Summary], options: &RunOptions) -> Measured {
-    let hosts = job.meeting.num_hosts();
+    let mut hosts = job.meeting.hosts().to_vec();
+    hosts.sort_unstable();
+    hosts.dedup();
     let (launcher, transport) = (job.launcher, job.meeting.transport());
-    let by = Started::ByOthers { launcher, hosts, transport };
+    let by = Started::ByOthers { launcher, hosts: hosts.len(), transport };
     let trace = if options.trace { measured_trace(work.task, summaries) } else { None };
     Measured { trace, ..combine(summaries, work.task.num_times(options.repeat), by) }
 }
