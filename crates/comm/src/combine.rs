@@ -81,6 +81,11 @@ loops!(uint8, u8, 1, u8::wrapping_add, u8::max, u8::min);
 // A sum of truths is true if one of them is.
 loops!(boolean, u8, 1, |a, b| a | b, u8::max, u8::min);
 
+/// Exactly, which `powi` does not promise.
+fn power_of_two(exponent: i32) -> f64 {
+    f64::from_bits(((exponent + 1023) as u64) << 52)
+}
+
 /// An 8-bit float: a sign, `$exponent` bits of exponent, the rest mantissa. Numbers are rounded to the nearest, to even on a tie, and
 /// what is too large becomes what torch makes of it: NaN where there are no infinities, else infinity.
 macro_rules! float8 {
@@ -98,7 +103,7 @@ macro_rules! float8 {
                 let exponent = i32::from(self.0 & 0x7f) >> Self::MANTISSA;
                 let mantissa = f32::from(self.0 & ((1 << Self::MANTISSA) - 1));
                 let top = (1 << $exponent) - 1;
-                let scale = |e: i32| 2f32.powi(e - Self::BIAS - Self::MANTISSA as i32);
+                let scale = |e: i32| power_of_two(e - Self::BIAS - Self::MANTISSA as i32) as f32;
                 if $infinities && exponent == top {
                     return if mantissa == 0.0 { sign * f32::INFINITY } else { f32::NAN };
                 }
@@ -119,7 +124,7 @@ macro_rules! float8 {
                 // In steps of the finest that its exponent has, rounded by the hardware; a carry makes the next exponent.
                 let magnitude = value.abs();
                 let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(1 - Self::BIAS);
-                let step = 2f64.powi(exponent - Self::MANTISSA as i32);
+                let step = power_of_two(exponent - Self::MANTISSA as i32);
                 let steps = (f64::from(magnitude) / step).round_ties_even();
                 let biased = i64::from(exponent + Self::BIAS - 1) << Self::MANTISSA;
                 let bits = if steps.is_finite() { biased.saturating_add(steps as i64) } else { i64::MAX };
