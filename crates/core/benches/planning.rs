@@ -5,11 +5,13 @@
 
 use std::fmt;
 
+use crossmesh_core::id::Rank;
 use crossmesh_core::layout::Layout;
+use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
-use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Reshard, lower, lower_bound, plan};
+use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Projector, Reshard, lower, lower_bound, plan};
 use crossmesh_core::sim::simulate;
-use crossmesh_core::verify::verify;
+use crossmesh_core::verify::{verify, verify_for};
 use divan::Bencher;
 use divan::counter::ItemsCount;
 
@@ -157,6 +159,37 @@ fn bench_verify(bencher: Bencher, case: &Case) {
     bencher.counter(ItemsCount::new(checksum.transfers)).bench_local(|| {
         let proof = verify(&plan).expect("the plan is right");
         assert_eq!(Checksum { transfers: proof.transfers, bytes: proof.bytes }, checksum, "{case}");
+    });
+}
+
+#[divan::bench(name = "lower", args = CASES, sample_count = 5, sample_size = 1)]
+fn bench_lower(bencher: Bencher, case: &Case) {
+    let plan = case.plan();
+    bencher.counter(ItemsCount::new(plan.transfers().len())).bench_local(|| lower(&plan));
+}
+
+/// The proof alone, of a program that is there: what `verify` does beside lowering.
+#[divan::bench(name = "prove", args = CASES, sample_count = 5, sample_size = 1)]
+fn bench_prove(bencher: Bencher, case: &Case) {
+    let plan = case.plan();
+    let program = lower(&plan);
+    bencher.counter(ItemsCount::new(plan.transfers().len())).bench_local(|| {
+        verify_for(&program, &plan.problem).expect("the plan is right");
+    });
+}
+
+/// One rank's part: one that sends, then one that receives.
+#[divan::bench(name = "project", args = [0, 1], sample_count = 9, sample_size = 1)]
+fn bench_project(bencher: Bencher, side: usize) {
+    let plan = Case::Fsdp.plan();
+    let projector = Projector::new(&plan);
+    let placed = [&plan.problem.reshards[0].src, &plan.problem.reshards[0].dst][side];
+    let rank: Rank = placed.ranks[placed.ranks.len() / 2];
+    let touches = plan.transfers().iter().filter(|t| t.src == rank || t.dst == rank).count();
+    bencher.counter(ItemsCount::new(touches)).bench_local(|| {
+        let program = projector.project(rank, Addressing::Apart);
+        assert!(program.ranks[rank.index()].ops.len() >= touches);
+        program
     });
 }
 

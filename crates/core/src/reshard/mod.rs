@@ -32,7 +32,7 @@ mod unit;
 
 pub use bound::{Bound, lower_bound};
 pub(crate) use flow::fitting_chunk;
-pub use lower::lower;
+pub use lower::{Projector, lower};
 pub use plan::{Plan, Transfer};
 pub use problem::{Placed, PlanError, Problem, Reshard};
 pub use strategy::{PlanOptions, Scheduler, Strategy, default_chunk, plan};

@@ -17,9 +17,9 @@ use std::borrow::Cow;
 use rustc_hash::FxHashMap;
 
 use crate::box_index::BoxIndex;
-use crate::id::Rank;
+use crate::id::{Rank, RegionId};
 use crate::program::{Holds, Op, OpKind, Program, RankProgram, TileId};
-use crate::region::{Region, Span};
+use crate::region::Region;
 
 use super::before::Before;
 use super::error::{OpName, VerifyError};
@@ -43,6 +43,23 @@ struct Cell<'a> {
     goal: bool,
 }
 
+/// The cells that a box meets: mostly one, which is the box.
+enum Met {
+    One(u32),
+    Some(Vec<u32>),
+}
+
+impl std::ops::Deref for Met {
+    type Target = [u32];
+
+    fn deref(&self) -> &[u32] {
+        match self {
+            Met::One(cell) => std::slice::from_ref(cell),
+            Met::Some(cells) => cells,
+        }
+    }
+}
+
 /// What happens to the tiles of a space over the whole program.
 #[derive(Clone, Copy, Default)]
 struct Use {
@@ -55,6 +72,7 @@ struct Use {
 struct Written<'a> {
     space: u32,
     region: &'a Region,
+    id: RegionId,
     op: u32,
 }
 
@@ -66,7 +84,8 @@ pub struct RankMemory<'a> {
     /// By space: where its cells are.
     cells_of: Vec<std::ops::Range<u32>>,
     cells: Vec<Cell<'a>>,
-    exact: FxHashMap<(u32, &'a [Span]), u32>,
+    /// By space and box: the cell that is this very box.
+    exact: FxHashMap<(u32, RegionId), u32>,
     /// By space, where it has many cells: to find those that a box meets.
     indices: FxHashMap<u32, BoxIndex>,
     /// Boxes written to spaces that nobody reads: all that matters is that they fill their goals.
@@ -117,10 +136,10 @@ impl<'a> RankMemory<'a> {
         let (program, ranked) = (self.program, self.ranked);
         let mut uses = vec![Use::default(); self.spaces.spaces.len()];
         let mut written = vec![];
-        let mut write = |uses: &mut [Use], space: u32, region: &'a Region, op: u32, reduces: bool| {
+        let mut write = |uses: &mut [Use], space: u32, id: RegionId, op: u32, reduces: bool| {
             let of = &mut uses[space as usize];
             (of.written, of.reduced) = (true, of.reduced | reduces);
-            written.push(Written { space, region, op });
+            written.push(Written { space, region: &program.boxes[id], id, op });
         };
         for (i, op) in (0..).zip(&ranked.ops) {
             if let OpKind::Compute { needs, makes, .. } = op.kind {
@@ -128,8 +147,7 @@ impl<'a> RankMemory<'a> {
                     uses[self.space_of(*tile) as usize].read = true;
                 }
                 for tile in ranked.touched(makes) {
-                    let region = &program.boxes[ranked.tile(*tile).region];
-                    write(&mut uses, self.space_of(*tile), region, i, false);
+                    write(&mut uses, self.space_of(*tile), ranked.tile(*tile).region, i, false);
                 }
                 continue;
             }
@@ -138,7 +156,7 @@ impl<'a> RankMemory<'a> {
                 uses[self.space_of(from) as usize].read = true;
             }
             if let Some(into) = into {
-                write(&mut uses, self.space_of(into), &program.boxes[op.region], i, reduces(op));
+                write(&mut uses, self.space_of(into), op.region, i, reduces(op));
             }
         }
         for (space, uses) in uses.iter().enumerate() {
@@ -169,7 +187,8 @@ impl<'a> RankMemory<'a> {
                 }
             }
         }
-        for space in 0..self.spaces.spaces.len() as u32 {
+        let several = |space: &u32| self.spaces.spaces[*space as usize].tiles.len() > 1;
+        for space in (0..self.spaces.spaces.len() as u32).filter(several) {
             let tiles = source(&space);
             for (i, a) in tiles.iter().enumerate().skip(1) {
                 let (a_tile, region) = (&self.ranked.tiles[*a as usize], |t: u32| {
@@ -218,12 +237,13 @@ impl<'a> RankMemory<'a> {
         let (program, ranked) = (self.program, self.ranked);
         let of = &self.spaces.spaces[space as usize];
         let tile_boxes = || of.tiles.iter().map(|t| &ranked.tiles[*t as usize]);
-        let mut boxes: Vec<&'a Region> = written.iter().map(|w| w.region).collect();
+        let mut ids: Vec<(&'a Region, RegionId)> = written.iter().map(|w| (w.region, w.id)).collect();
         if of.shares {
             // Reads matter here even where nothing of the space is written.
-            boxes.extend(tile_boxes().map(|t| &program.boxes[t.region]));
+            ids.extend(tile_boxes().map(|t| (&program.boxes[t.region], t.region)));
         }
-        boxes.sort_unstable();
+        ids.sort_unstable();
+        let mut boxes: Vec<&'a Region> = ids.iter().map(|(region, _)| *region).collect();
         boxes.dedup();
         let sources: Vec<&'a Region> = tile_boxes()
             .filter(|t| matches!(t.holds, Holds::Source(_)))
@@ -233,9 +253,10 @@ impl<'a> RankMemory<'a> {
         let whole = Region::whole(&program.tensors[of.tensor as usize].shape);
         let mut tiles: Vec<Box_<()>> = boxes.iter().map(|b| Box_ { spans: b.spans(), by: () }).collect();
         if check_disjoint(&whole, &mut tiles).is_ok() && !boxes.iter().any(|b| crosses(b)) {
-            for region in boxes {
-                self.exact.insert((space, region.spans()), self.cells.len() as u32);
-                self.add_cell(space, Cow::Borrowed(region));
+            for same in ids.chunk_by(|a, b| a.0 == b.0) {
+                let cell = self.cells.len() as u32;
+                self.exact.extend(same.iter().map(|(_, id)| ((space, *id), cell)));
+                self.add_cell(space, Cow::Borrowed(same[0].0));
             }
             return Ok(());
         }
@@ -289,15 +310,16 @@ impl<'a> RankMemory<'a> {
     }
 
     /// The cells of a space that a box meets.
-    fn cells_at(&self, space: u32, region: &Region) -> Vec<u32> {
-        if let Some(cell) = self.exact.get(&(space, region.spans())) {
-            return vec![*cell];
+    fn cells_at(&self, space: u32, id: RegionId) -> Met {
+        if let Some(cell) = self.exact.get(&(space, id)) {
+            return Met::One(*cell);
         }
+        let region = &self.program.boxes[id];
         let all = self.cells_of[space as usize].clone();
         if let Some(index) = self.indices.get(&space) {
-            return index.meeting(region.spans()).into_iter().map(|c| all.start + c).collect();
+            return Met::Some(index.meeting(region.spans()).into_iter().map(|c| all.start + c).collect());
         }
-        all.filter(|c| self.cells[*c as usize].region.overlaps(region)).collect()
+        Met::Some(all.filter(|c| self.cells[*c as usize].region.overlaps(region)).collect())
     }
 
     /// What an op reads: the parts that all of a box holds.
@@ -308,11 +330,12 @@ impl<'a> RankMemory<'a> {
         {
             return Ok(PartSet::single(part)); // nothing is ever written here
         }
-        let region = self.region_of(op, tile);
-        let met = self.cells_at(space, region);
+        let id = self.region_of(op, tile);
+        let region = &self.program.boxes[id];
+        let met = self.cells_at(space, id);
         let mut found: Option<PartSet> = None;
         let mut uneven = false;
-        for &c in &met {
+        for &c in &*met {
             let cell = &self.cells[c as usize];
             let common = || cell.region.intersect(region).expect("the cell meets the box");
             if cell.writer != NOBODY && !before.is_over(self.rank.0, cell.writer, op) {
@@ -376,11 +399,11 @@ impl<'a> RankMemory<'a> {
         }
     }
 
-    fn region_of(&self, op: u32, tile: TileId) -> &'a Region {
+    fn region_of(&self, op: u32, tile: TileId) -> RegionId {
         let of = &self.ranked.ops[op as usize];
         match of.kind {
-            OpKind::Compute { .. } => &self.program.boxes[self.ranked.tile(tile).region],
-            _ => &self.program.boxes[of.region],
+            OpKind::Compute { .. } => self.ranked.tile(tile).region,
+            _ => of.region,
         }
     }
 
@@ -396,9 +419,8 @@ impl<'a> RankMemory<'a> {
         if self.plain[space as usize] {
             return Ok(()); // looked at in the end
         }
-        let region = self.region_of(op, tile);
         let adds = reduces(&self.ranked.ops[op as usize]);
-        for c in self.cells_at(space, region) {
+        for &c in &*self.cells_at(space, self.region_of(op, tile)) {
             let holds = self.written(c, op, brought, adds)?;
             self.check_over(c, op, before)?;
             let cell = &mut self.cells[c as usize];
@@ -515,10 +537,9 @@ impl<'a> RankMemory<'a> {
                 if tile.holds != Holds::Goal {
                     continue;
                 }
-                let region = &self.program.boxes[tile.region];
                 match self.plain[space as usize] {
-                    true => self.check_filled(space, of.tensor, region)?,
-                    false => self.check_goal(space, of.tensor, region)?,
+                    true => self.check_filled(space, of.tensor, &self.program.boxes[tile.region])?,
+                    false => self.check_goal(space, of.tensor, tile.region)?,
                 }
             }
         }
@@ -539,10 +560,11 @@ impl<'a> RankMemory<'a> {
         })
     }
 
-    fn check_goal(&self, space: u32, tensor: u32, goal: &Region) -> Result<(), VerifyError> {
+    fn check_goal(&self, space: u32, tensor: u32, goal: RegionId) -> Result<(), VerifyError> {
         let (rank, parts) = (self.rank, self.parts(tensor));
         let met = self.cells_at(space, goal);
-        for &c in &met {
+        let goal = &self.program.boxes[goal];
+        for &c in &*met {
             let cell = &self.cells[c as usize];
             let Some(region) = cell.region.intersect(goal) else { continue };
             match cell.holds.as_ref().map(|holds| holds.first_missing(parts)) {
@@ -572,7 +594,7 @@ impl<'a> RankMemory<'a> {
         match found.first_missing(self.parts(of.tensor)) {
             None => Ok(()),
             Some(contribution) => {
-                let (tensor, region) = (of.tensor, self.region_of(op, tile).clone());
+                let (tensor, region) = (of.tensor, self.program.boxes[self.region_of(op, tile)].clone());
                 Err(VerifyError::MissingPart { tensor, rank: self.rank, region, contribution })
             }
         }

@@ -21,7 +21,7 @@ pub struct Space {
     pub tensor: u32,
     pub buffer: u32,
     pub tiles: Vec<u32>,
-    /// The smallest box around them.
+    /// The smallest box around them; empty where others cannot join.
     bounds: Vec<Span>,
     /// From the first byte of any of them to behind the last.
     pub extent: (u64, u64),
@@ -39,7 +39,12 @@ impl Spaces {
     pub fn of(program: &Program, ranked: &RankProgram) -> Self {
         let mut spaces = Self { spaces: vec![], of_tile: Vec::with_capacity(ranked.tiles.len()) };
         let mut known: FxHashMap<(u32, u32, Map), u32> = FxHashMap::default();
+        let alone = alone(ranked);
         for (i, tile) in (0..).zip(&ranked.tiles) {
+            if alone[tile.buffer as usize] {
+                spaces.add_alone(program, i, tile);
+                continue;
+            }
             let map = Map::of(program, tile);
             let element = program.tensors[tile.tensor as usize].dtype.bytes();
             let spans = program.boxes[tile.region].spans();
@@ -71,6 +76,14 @@ impl Spaces {
         }
         spaces.find_sharing(program, ranked);
         spaces
+    }
+
+    /// A tile with a buffer of its own, as most shards have.
+    fn add_alone(&mut self, program: &Program, index: u32, tile: &Tile) {
+        let (tensor, buffer, bounds) = (tile.tensor, tile.buffer, vec![]);
+        let extent = extent(program, tile);
+        self.of_tile.push(self.spaces.len() as u32);
+        self.spaces.push(Space { tensor, buffer, tiles: vec![index], bounds, extent, shares: false });
     }
 
     /// Marks spaces that have bytes in common with others. Mostly none have, which is seen at a glance.
@@ -109,6 +122,15 @@ impl Spaces {
         a.buffer == b.buffer
             && a.tiles.iter().any(|x| b.tiles.iter().any(|y| tiles_meet(program, tile(x), tile(y))))
     }
+}
+
+/// By buffer: whether one tile alone lies in it.
+fn alone(ranked: &RankProgram) -> Vec<bool> {
+    let mut tiles = vec![0_u32; ranked.buffers.len()];
+    for tile in &ranked.tiles {
+        tiles[tile.buffer as usize] += 1;
+    }
+    tiles.into_iter().map(|n| n == 1).collect()
 }
 
 /// Where a tensor's elements would lie if there were all of them: the address of the first one, and the strides. Dims of one

@@ -68,17 +68,34 @@ pub fn lower_with(plan: &Plan, memory: Addressing) -> Program {
 }
 
 /// One rank's part of what [`lower`] makes: as many ranks, of which the others do nothing. It costs one look at every transfer and
-/// then in proportion to the rank's own.
+/// then in proportion to the rank's own; whoever needs many ranks' parts keeps a [`Projector`].
 pub fn project(plan: &Plan, rank: Rank, memory: Addressing) -> Program {
-    let sides = AllSides::of(&plan.problem);
-    let touching = Touching::one(plan, rank);
-    let mut program = start(plan);
-    let mine = touching.of(rank);
-    let lookup = Lookup::map(mine.transfers);
-    let lowered = lower_rank(plan, &sides, rank, memory, mine, &lookup, &mut program.boxes);
-    program.ranks = vec![RankProgram::default(); plan.problem.topology.num_ranks()];
-    program.ranks[rank.index()] = lowered;
-    program
+    let (sides, touching) = (AllSides::of(&plan.problem), Touching::one(plan, rank));
+    Projector { plan, sides, touching }.project(rank, memory)
+}
+
+/// Lowers single ranks: it looks at the plan once, and a rank's part costs in proportion to the rank's own transfers.
+pub struct Projector<'a> {
+    plan: &'a Plan,
+    sides: AllSides,
+    touching: Touching,
+}
+
+impl<'a> Projector<'a> {
+    pub fn new(plan: &'a Plan) -> Self {
+        Self { plan, sides: AllSides::of(&plan.problem), touching: Touching::all(plan) }
+    }
+
+    /// What [`project`] returns.
+    pub fn project(&self, rank: Rank, memory: Addressing) -> Program {
+        let mut program = start(self.plan);
+        let mine = self.touching.of(rank);
+        let lookup = Lookup::map(mine.transfers);
+        let lowered = lower_rank(self.plan, &self.sides, rank, memory, mine, &lookup, &mut program.boxes);
+        program.ranks = vec![RankProgram::default(); self.plan.problem.topology.num_ranks()];
+        program.ranks[rank.index()] = lowered;
+        program
+    }
 }
 
 fn start(plan: &Plan) -> Program {

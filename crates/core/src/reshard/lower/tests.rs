@@ -174,8 +174,10 @@ fn one_rank_is_lowered_like_all_of_them() {
         plan.transfer_mut(TransferId(i)).reduce = true;
     }
     let program = lower(&plan);
+    let projector = Projector::new(&plan);
     for rank in 0..5 {
         let alone = project(&plan, Rank::at(rank), Addressing::Apart);
+        assert_eq!(alone, projector.project(Rank::at(rank), Addressing::Apart));
         assert_eq!(show(&alone, rank), show(&program, rank));
         assert_eq!(alone.ranks[rank].buffers, program.ranks[rank].buffers);
     }
