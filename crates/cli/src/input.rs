@@ -19,6 +19,7 @@ use crossmesh_core::reshard::doc::PlanDoc;
 use crossmesh_core::reshard::jobs::offset_destinations;
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy};
+use crossmesh_core::step::doc::StepDoc;
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
 
 use crate::rates::NicRates;
@@ -220,23 +221,32 @@ pub struct PlanFile {
 pub enum Document {
     Plan(Box<PlanDoc>),
     Program(Box<ProgramDoc>),
+    Step(Box<StepDoc>),
 }
 
-/// Reads a document of a plan or of a program; the error names the file.
+/// Reads a document of a plan, a program or a step; the error names the file.
 pub fn read_document(path: &Path) -> Result<Document> {
     let text = read_text(path)?;
     let name = || path.display().to_string();
+    if says_schema(&text, "crossmesh.step/") {
+        return Ok(Document::Step(Box::new(StepDoc::parse(&text).with_context(name)?)));
+    }
     if is_program(&text) {
         return Ok(Document::Program(Box::new(ProgramDoc::parse(&text).with_context(name)?)));
     }
     Ok(Document::Plan(Box::new(PlanDoc::parse(&text).with_context(name)?)))
 }
 
-/// Whether a text says of itself that it is a program. One that was cut short may still say so.
+/// Whether a text says of itself that it is a program.
 pub fn is_program(text: &str) -> bool {
+    says_schema(text, "crossmesh.program/")
+}
+
+/// Whether a text says of itself that it has this schema. One that was cut short may still say so.
+fn says_schema(text: &str, schema: &str) -> bool {
     text.split("\"schema\"").skip(1).any(|rest| {
         let value = rest.trim_start().strip_prefix(':').map(str::trim_start);
-        value.is_some_and(|value| value.starts_with("\"crossmesh.program/"))
+        value.and_then(|value| value.strip_prefix('"')).is_some_and(|value| value.starts_with(schema))
     })
 }
 

@@ -87,8 +87,7 @@ impl<'a> Task<'a> {
 
     /// The step that a document describes.
     pub fn of_step_doc(text: &str) -> Result<Task<'static>> {
-        let doc: StepDoc = serde_json::from_str(text).context("not a step")?;
-        let step = doc.to_step()?;
+        let step = StepDoc::parse(text)?.to_step()?;
         let lowered = lower_step(&step)?;
         Ok(Task::Step { step: Cow::Owned(step), lowered: Cow::Owned(lowered) })
     }
@@ -118,6 +117,7 @@ impl<'a> Task<'a> {
             (Some(path), None, None) => match read_document(path)? {
                 Document::Plan(_) => Self::of_owned_plan(read_plan(path)?.plan),
                 Document::Program(doc) => Self::of_program_doc(&doc),
+                Document::Step(_) => bail!("{} is a step, where a plan or a program is run", path.display()),
             },
             (None, Some(path), None) => {
                 let text = std::fs::read_to_string(path)

@@ -1,5 +1,7 @@
 //! `crossmesh simulate`: how long will this plan take?
 
+mod step;
+
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -21,16 +23,20 @@ use crate::output::{self, Format, count};
 use crate::predict::{Prediction, Violation};
 use crate::summary;
 
-/// Predict how long a plan or a program takes, on its own cluster or another.
+/// Predict how long a plan, a program or a training step takes, on its own cluster or another.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh simulate plan.json
   crossmesh simulate plan.json --nic 100Gbit --latency 10us
+  crossmesh simulate step.json --coarse          # of `crossmesh bench pipeline --predict --steps DIR`
   crossmesh simulate plan.json --cluster other.toml --trace trace.json   # open it in ui.perfetto.dev")]
 pub struct Args {
-    /// A plan document; `-` reads stdin
+    /// A document of a plan, of a program or of a training step; `-` reads stdin
     #[arg(value_name = "PLAN")]
     plan: PathBuf,
+    /// Of a step: one rank stands for the mesh of every stage, for steps on thousands of devices
+    #[arg(long)]
+    coarse: bool,
     #[command(flatten)]
     hosts: HostArgs,
     /// Text for people, or one JSON document
@@ -65,6 +71,10 @@ struct LinkReport {
 
 pub fn run(args: &Args) -> Result<Answer> {
     let (mut plan, doc) = match read_document(&args.plan)? {
+        Document::Step(doc) => return step::simulate_step(args, &doc),
+        _ if args.coarse => {
+            bail!("--coarse: {} is not a training step\nhint: leave --coarse out", args.plan.display())
+        }
         Document::Program(doc) => return simulate_program(args, &doc),
         Document::Plan(doc) => {
             let plan = doc.to_plan().with_context(|| args.plan.display().to_string())?;

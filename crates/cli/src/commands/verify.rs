@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::doc::PlanDoc;
+use crossmesh_core::step::doc::StepDoc;
+use crossmesh_core::step::{StepError, lower_step};
 use crossmesh_core::verify::{Claims, Proof, verify_claims, verify_program};
 use serde::Serialize;
 
@@ -13,7 +15,7 @@ use crate::input::{Document, read_document};
 use crate::output::{self, Format};
 use crate::predict::Violation;
 
-/// Check that a plan or a program delivers every element exactly once, in an order that cannot get stuck.
+/// Check that a plan, a program or a training step delivers every element exactly once, in an order that cannot get stuck.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exits 0 with a line, or 1 with the first law the plan breaks.
 
@@ -22,7 +24,7 @@ Examples:
   crossmesh verify program.json   # of `crossmesh explain … --program --format json`
   crossmesh explain 'f32[8]@A{tp:2}(tp)' 'f32[8]@B{tp:2}(_)' --format json | crossmesh verify -")]
 pub struct Args {
-    /// A document of a plan, or of a program; `-` reads stdin
+    /// A document of a plan, of a program or of a training step; `-` reads stdin
     #[arg(value_name = "PLAN")]
     plan: PathBuf,
     /// Text for people, or one JSON document
@@ -43,6 +45,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     let checked = match read_document(&args.plan)? {
         Document::Plan(doc) => check(&doc).context(name.clone())?,
         Document::Program(doc) => check_program(&doc).context(name.clone())?,
+        Document::Step(doc) => check_step(&doc).context(name.clone())?,
     };
     let ok = checked.is_ok();
     match args.format {
@@ -54,6 +57,27 @@ pub fn run(args: &Args) -> Result<Answer> {
         }
     }
     Ok(if ok { Answer::Yes } else { Answer::No })
+}
+
+/// The same for a step: its plans, its passes and the buffers they share are one program.
+fn check_step(doc: &StepDoc) -> Result<Result<String, Violation>> {
+    let step = doc.to_step()?;
+    Ok(match lower_step(&step) {
+        Ok(lowered) => {
+            let ops: usize = lowered.program.ranks.iter().map(|rank| rank.ops.len()).sum();
+            let passes: usize = step.schedule.devices().iter().map(Vec::len).sum();
+            let ranks = output::count(lowered.program.ranks.len(), "rank");
+            Ok(format!(
+                "ok: every pass finds what it needs, no buffer is filled while somebody reads it: {passes} passes on {ranks}, \
+                 {ops} ops, no race, no deadlock"
+            ))
+        }
+        Err(StepError::Verify(error)) => Err((*error).into()),
+        Err(StepError::Schedule(error)) => {
+            Err(Violation { law: error.check().name(), message: error.to_string() })
+        }
+        Err(error) => return Err(error.into()),
+    })
 }
 
 /// The same for a program: whatever can be read is judged.

@@ -23,6 +23,19 @@ pub enum Check {
     Costs,
 }
 
+impl Check {
+    pub fn name(self) -> &'static str {
+        match self {
+            Check::Completeness => "completeness",
+            Check::Dependencies => "dependencies",
+            Check::Deadlock => "deadlock",
+            Check::Channels => "channels",
+            Check::Memory => "memory",
+            Check::Costs => "costs",
+        }
+    }
+}
+
 /// What is wrong with a schedule.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]

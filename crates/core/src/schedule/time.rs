@@ -35,6 +35,8 @@ pub struct Message {
 pub struct Timed {
     /// For every device, pass by pass in its order.
     pub spans: Vec<Vec<Span>>,
+    /// All passes as they start, none before what it needs.
+    pub order: Vec<Pass>,
     /// Every message that takes time, in the order they were sent from each device.
     pub messages: Vec<Message>,
     /// When the last pass ends.
@@ -74,7 +76,7 @@ pub fn time(schedule: &Schedule, costs: &Costs) -> Result<Timed, CheckError> {
     while let Some(device) = ready.pop_front() {
         clock.advance(device, &mut ready)?;
     }
-    match clock.finished == schedule.num_passes() {
+    match clock.performed.len() == schedule.num_passes() {
         true => Ok(clock.finish()),
         false => Err(check::deadlock(schedule).expect_err("devices that wait forever wait in a cycle")),
     }
@@ -96,7 +98,8 @@ struct Clock<'a> {
     waits_for: Vec<Option<u32>>,
     channels: Channels,
     messages: Vec<Message>,
-    finished: usize,
+    /// What has run, in an order in which it can.
+    performed: Vec<(f64, Pass)>,
 }
 
 impl<'a> Clock<'a> {
@@ -114,7 +117,7 @@ impl<'a> Clock<'a> {
             waits_for: vec![None; devices],
             channels: Channels::default(),
             messages: vec![],
-            finished: 0,
+            performed: Vec::with_capacity(passes),
         }
     }
 
@@ -172,7 +175,7 @@ impl<'a> Clock<'a> {
         let node = self.schedule.first_node(device) as usize + self.next[d];
         (self.spans[node], self.done[node]) = (span, true);
         self.next[d] += 1;
-        self.finished += 1;
+        self.performed.push((start, pass));
         self.send(device, pass, span.end);
     }
 
@@ -201,7 +204,10 @@ impl<'a> Clock<'a> {
             spans.push(self.spans.split_off(self.spans.len() - order.len()));
         }
         spans.reverse();
-        Timed { spans, messages: self.messages, makespan, busy: self.busy }
+        // Stable: what starts together stays in an order in which it can run.
+        self.performed.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let order = self.performed.into_iter().map(|(_, pass)| pass).collect();
+        Timed { spans, order, messages: self.messages, makespan, busy: self.busy }
     }
 }
 

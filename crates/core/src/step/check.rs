@@ -14,6 +14,7 @@ pub(super) fn check(step: &Step) -> Result<(), StepError> {
         true => Ok(()),
         false => Err(StepError::CountDiffers { what, schedule, given }),
     };
+    crate::schedule::check(&step.schedule)?;
     count("devices", placement.num_devices(), step.ranks.len())?;
     count("stages", placement.num_stages(), step.times.len())?;
     let mut home: BTreeMap<Rank, DeviceId> = BTreeMap::new();

@@ -79,6 +79,8 @@ fn one() -> f64 {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StepDocError {
+    #[error("not a step: {0}")]
+    Syntax(String),
     #[error("schema is `{0}`, not {SCHEMA}")]
     Schema(String),
     #[error("crossing `{name}`: {why}")]
@@ -120,6 +122,11 @@ impl ScheduleDoc {
 }
 
 impl StepDoc {
+    /// Reads a document's text.
+    pub fn parse(text: &str) -> Result<Self, StepDocError> {
+        serde_json::from_str(text).map_err(|error| StepDocError::Syntax(error.to_string()))
+    }
+
     /// Makes the step: plans every crossing, both ways.
     pub fn to_step(&self) -> Result<Step, StepDocError> {
         if self.schema != SCHEMA {

@@ -1,7 +1,7 @@
 //! Why a step has no program.
 
 use crate::id::{DeviceId, Rank, StageId};
-use crate::schedule::{Edge, Pass};
+use crate::schedule::{CheckError, Edge, Pass};
 use crate::verify::VerifyError;
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -29,6 +29,8 @@ pub enum StepError {
         "the passes of the schedule wait for each other in a cycle, the first is {first}\nhint: check the schedule"
     )]
     Cycle { first: Pass },
+    #[error("the schedule cannot be run: {0}")]
+    Schedule(Box<CheckError>),
     #[error("crossing `{name}` cannot be drawn in broad strokes: {what}")]
     Coarse { name: String, what: String },
     #[error(transparent)]
@@ -38,5 +40,11 @@ pub enum StepError {
 impl From<VerifyError> for StepError {
     fn from(error: VerifyError) -> Self {
         Self::Verify(Box::new(error))
+    }
+}
+
+impl From<CheckError> for StepError {
+    fn from(error: CheckError) -> Self {
+        Self::Schedule(Box::new(error))
     }
 }

@@ -28,7 +28,6 @@ mod coarse;
 pub mod doc;
 mod error;
 mod lower;
-mod order;
 mod report;
 mod slots;
 #[cfg(test)]

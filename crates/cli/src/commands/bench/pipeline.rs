@@ -58,6 +58,9 @@ pub struct PipelineArgs {
     /// Also write a report with pictures: one HTML file
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
+    /// Also write every step as a document that `verify` and `simulate` read
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    steps: Option<PathBuf>,
 }
 
 /// A suite's results. All times are in the case's own seconds, whatever time was dilated to.
@@ -160,6 +163,9 @@ pub fn run(args: &PipelineArgs) -> Result<Answer> {
     if cases.is_empty() {
         bail!("no case of suite {} has `{}` in its name", suite.name, only.unwrap_or(""));
     }
+    if let Some(folder) = &args.steps {
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    }
     let results = Results {
         schema: "crossmesh.bench-pipeline/1",
         suite: suite.name.clone(),
@@ -184,6 +190,8 @@ struct Bench {
     time: Option<f64>,
     /// Missing where nothing is run.
     run: Option<RunOptions>,
+    /// Where steps are written.
+    steps: Option<PathBuf>,
     progress: Progress,
 }
 
@@ -197,7 +205,14 @@ impl Bench {
         let trace = args.html.is_some();
         let options = || Ok::<_, anyhow::Error>(RunOptions { trace, ..args.run.options(REPEAT, None)? });
         let run = if args.predict { None } else { Some(options()?) };
-        Ok(Self { series, nic_bytes_per_s: nic, time: args.time, run, progress: Progress::new() })
+        Ok(Self {
+            series,
+            nic_bytes_per_s: nic,
+            time: args.time,
+            run,
+            steps: args.steps.clone(),
+            progress: Progress::new(),
+        })
     }
 
     fn scale(&self, case: &Case) -> Result<Scale> {
@@ -236,6 +251,10 @@ impl Bench {
     fn series(&self, case: &Case, series: Series, scale: &Scale) -> Result<SeriesResult> {
         self.progress.say(&format!("{}: {}", case.name, series.name()));
         let specimen = Specimen::new(case, series, scale)?;
+        if let Some(folder) = &self.steps {
+            let path = folder.join(file_name(&case.name, series.name()));
+            output::write_file(&path, &output::to_json(&specimen.doc)?)?;
+        }
         let own = |seconds: f64| seconds / scale.time;
         let predicted_s = own(specimen.predicted.step_s);
         let measured = self.run.as_ref().map(|options| self.measure(&specimen, options)).transpose()?;
@@ -271,6 +290,13 @@ impl Bench {
         };
         run_work(&work, options, &self.progress)
     }
+}
+
+/// What a step's document is called: the words of its case and its series.
+fn file_name(case: &str, series: &str) -> String {
+    let whole = format!("{case} {series}").to_ascii_lowercase();
+    let words = whole.split(|c: char| !c.is_ascii_alphanumeric() && c != '.').filter(|word| !word.is_empty());
+    words.collect::<Vec<_>>().join("-") + ".json"
 }
 
 /// Forwards before the first backward, by stage.

@@ -17,14 +17,13 @@ use rustc_hash::FxHashMap;
 use super::blocking::{Item, blocking_order};
 use super::check::check;
 use super::error::StepError;
-use super::order::runnable_order;
 use super::slots::Slots;
-use super::{Carries, Crossing, Direction, Step};
+use super::{Carries, Crossing, Direction, PassTimes, Step};
 use crate::dtype::DType;
 use crate::id::{MicrobatchId, Rank, RegionId, StageId};
 use crate::program::{BoxTable, OpKind, Program, Tensor, TileId};
 use crate::reshard::lower;
-use crate::schedule::{Pass, PassKind, Schedule};
+use crate::schedule::{Costs, Hop, Pass, PassKind, Schedule, StageCost, time};
 use crate::verify::{Law, Verified, VerifyError};
 use rank_ops::{RankOps, done};
 
@@ -97,7 +96,7 @@ const SPARE_BUFFERS: u32 = 2;
 pub fn lower_step(step: &Step) -> Result<StepProgram, StepError> {
     check(step)?;
     let order: Vec<Item> = match step.overlap {
-        true => runnable_order(step)?.into_iter().map(Item::Pass).collect(),
+        true => by_start(step)?.into_iter().map(Item::Pass).collect(),
         false => blocking_order(step)?,
     };
     let lowered: Vec<[Program; 2]> =
@@ -114,6 +113,17 @@ pub fn lower_step(step: &Step) -> Result<StepProgram, StepError> {
             Err(error) => return Err(error.into()),
         }
     }
+}
+
+/// All passes, by the time at which they could start if nothing had to move.
+fn by_start(step: &Step) -> Result<Vec<Pass>, StepError> {
+    let cost = |t: &PassTimes| StageCost {
+        optimizer: t.optimizer_ns as f64,
+        ..StageCost::new(t.f_ns as f64, t.b_ns as f64, t.w_ns as f64)
+    };
+    let costs = Costs::new(step.times.iter().map(cost).collect(), Hop::default())
+        .expect("times in nanoseconds are finite and not negative");
+    Ok(time(&step.schedule, &costs)?.order)
 }
 
 /// As many as the stages at its ends keep, and a few to spare. Memory that comes and goes only passes through them.
