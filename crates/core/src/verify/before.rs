@@ -36,6 +36,9 @@ pub struct Before<'a> {
     abroad: Vec<(At, Moment)>,
     /// By rank: whether every compute op waits for the one before it.
     serial: Vec<bool>,
+    /// By op: a compute op of its rank, if one is known, before whose start it is over. Then it is before all that come later on a
+    /// device that does one thing at a time: a backward needs what its forward has waited for.
+    over_by: Vec<u32>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -49,11 +52,30 @@ enum Moment {
 impl<'a> Before<'a> {
     pub fn new(order: &'a Order<'a>) -> Self {
         let serial = (0..order.program.ranks.len()).map(|rank| is_serial(order, rank as u32)).collect();
-        Self { order, seen: vec![], searches: 0, open: vec![], abroad: vec![], serial }
+        Self { order, seen: vec![], searches: 0, open: vec![], abroad: vec![], serial, over_by: vec![] }
     }
 
     /// Whether op `first` of a rank is done with an element before op `then` of the same rank reads or writes it.
     pub fn is_over(&mut self, rank: u32, first: u32, then: u32) -> bool {
+        let computes = matches!(self.order.op((rank, then)).kind, OpKind::Compute { .. });
+        if !computes || !self.serial[rank as usize] {
+            return self.is_found_over(rank, first, then);
+        }
+        if self.over_by.is_empty() {
+            self.over_by = vec![u32::MAX; self.order.num_ops()];
+        }
+        let index = self.order.index((rank, first));
+        if self.over_by[index] <= then {
+            return true;
+        }
+        let over = self.is_found_over(rank, first, then);
+        if over {
+            self.over_by[index] = then;
+        }
+        over
+    }
+
+    fn is_found_over(&mut self, rank: u32, first: u32, then: u32) -> bool {
         let order = self.order;
         let ranked = &order.program.ranks[rank as usize];
         if ranked.deps(order.op((rank, then))).iter().any(|dep| dep.op == first) {
