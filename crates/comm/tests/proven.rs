@@ -4,9 +4,11 @@
 mod common;
 
 use common::{Kind, options, run_all};
+use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::dtype::DType;
+use crossmesh_core::id::{Rank, TransferId};
 use crossmesh_core::reshard::problem::Hosts;
-use crossmesh_core::reshard::{Plan, PlanError, PlanOptions, Problem, Strategy, plan};
+use crossmesh_core::reshard::{Plan, PlanError, PlanOptions, Problem, Reshard, Strategy, plan};
 use crossmesh_core::verify::verify;
 use crossmesh_testkit::seed::{Seed, Shape, problem};
 use crossmesh_testkit::sweep;
@@ -38,10 +40,43 @@ fn planned(problem: &Problem, strategy: Strategy, seed: &mut Seed) -> Option<Pla
     }
 }
 
+/// The same plan where some boxes of whole values go by way of a rank that is in no mesh.
+fn relayed(plan: &Plan, seed: &mut Seed) -> Option<Plan> {
+    let mut hosts = plan.problem.cluster.hosts.clone();
+    hosts.push(Host::with_devices(1));
+    let layouts = |r: &Reshard| (r.name.clone(), r.src.layout.clone(), r.dst.layout.clone());
+    let pairs = plan.problem.reshards.iter().map(layouts).collect();
+    let problem = Problem::new(pairs, Hosts::Described(Cluster::of_hosts(hosts))).ok()?;
+    let relay = Rank::at(problem.topology.num_ranks() - 1);
+    assert!(!problem.meshes_of_ranks().contains_key(&relay));
+    let mut new = Plan::new(problem, plan.strategy.clone(), plan.chunk_bytes);
+    // What of the new plan does what a transfer did.
+    let mut now: Vec<Vec<TransferId>> = vec![];
+    for t in plan.transfers() {
+        let region = new.add_region(plan.region(t).clone());
+        let after: Vec<TransferId> = plan.after(t).iter().flat_map(|a| now[a.index()].clone()).collect();
+        let partial = plan.problem.reshards[t.tensor as usize].src.layout.num_contributions() > 1;
+        if partial || !seed.one_in(3) {
+            let id = new.add(t.tensor, t.src, t.dst, region, &after);
+            let added = new.transfer_mut(id);
+            (added.reduce, added.then_own, added.lane) = (t.reduce, t.then_own, t.lane);
+            now.push(vec![id]);
+            continue;
+        }
+        let first = new.add(t.tensor, t.src, relay, region, &after);
+        new.transfer_mut(first).lane = t.lane;
+        let second = new.add(t.tensor, relay, t.dst, region, &[&[first][..], &after].concat());
+        new.transfer_mut(second).lane = t.lane;
+        now.push(vec![first, second]);
+    }
+    let relays = new.transfers().iter().any(|t| t.dst == relay);
+    relays.then_some(new)
+}
+
 #[test]
 fn what_is_proven_runs() {
     let wanted = sweep::count(250);
-    let (mut runs, mut sums, mut staged) = (0, 0, 0);
+    let (mut runs, mut sums, mut staged, mut relays) = (0, 0, 0, 0);
     for number in 0.. {
         let mut seed = Seed(number);
         let problem = varied(&problem(number, Shape::SMALL), &mut seed);
@@ -50,7 +85,13 @@ fn what_is_proven_runs() {
             continue; // sums are what goes wrong most easily
         }
         let strategy = if seed.one_in(2) { Strategy::Flow } else { seed.pick(&Strategy::CONCRETE) };
-        let Some(plan) = planned(&problem, strategy, &mut seed) else { continue };
+        let Some(mut plan) = planned(&problem, strategy, &mut seed) else { continue };
+        if seed.one_in(4)
+            && let Some(relayed) = relayed(&plan, &mut seed)
+        {
+            plan = relayed;
+            relays += 1;
+        }
         let context = || {
             let pairs = problem.reshards.iter().map(|r| format!("{} -> {}", r.src.layout, r.dst.layout));
             format!("seed {number}, {strategy}: {}", pairs.collect::<Vec<_>>().join(", "))
@@ -67,6 +108,7 @@ fn what_is_proven_runs() {
             break;
         }
     }
-    eprintln!("{runs} runs, {sums} with sums, {staged} with memory beside the tensors");
+    eprintln!("{runs} runs, {sums} with sums, {staged} with memory beside the tensors, {relays} with relays");
     assert!(sums > wanted / 10 && staged > wanted / 20, "{sums} sums, {staged} staged");
+    assert!(relays > wanted / 20, "{relays} relays");
 }
