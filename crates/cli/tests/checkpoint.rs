@@ -16,8 +16,8 @@ use crossmesh_train::group::in_process;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
 use crossmesh_train::parameter::initial;
-use crossmesh_train::place::Place;
 use crossmesh_train::stage::Stage;
+use crossmesh_train::stage_rank::StageRank;
 
 /// A small GPT after 7 steps, saved by two ranks.
 fn saved(folder: &Path) -> PathBuf {
@@ -26,7 +26,7 @@ fn saved(folder: &Path) -> PathBuf {
     let store = Store::new(folder, NonZeroUsize::new(2).unwrap());
     let groups = in_process::<f32>(2);
     let report = |position: usize| {
-        let place = Place::new("A{tp:2}".parse().unwrap(), position).unwrap();
+        let place = StageRank::new("A{tp:2}".parse().unwrap(), position).unwrap();
         let setup = Setup { place: place.clone(), ..Setup::alone(1, 0) };
         let (cpu, group) = (Arc::new(Cpu::<f32>::new(1)), Arc::clone(&groups[position]));
         let chain = Chain::new(&model, 0..3, cpu, group, setup).unwrap();

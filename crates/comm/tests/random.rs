@@ -6,7 +6,7 @@ use common::{Kind, options, run_all};
 use crossmesh_core::reshard::{PlanError, PlanOptions, Problem, Strategy, plan};
 use crossmesh_core::verify::verify;
 use crossmesh_testkit::arb::{Limits, arb_reshard};
-use crossmesh_testkit::simple::{self, Way};
+use crossmesh_testkit::simple::{self, Delivery};
 use proptest::prelude::*;
 
 /// Plans with every strategy that can, and runs.
@@ -29,7 +29,7 @@ fn every_strategy(problem: &Problem, kind: Kind, chunk_bytes: u64) -> Result<(),
 
 /// Plans too simple to be wrong: direct, in chains, and in an order that needs tokens between ranks.
 fn simple_ways(problem: &Problem, kind: Kind) -> Result<(), TestCaseError> {
-    for way in [Way::Direct, Way::Chain, Way::Ordered] {
+    for way in [Delivery::Direct, Delivery::Chain, Delivery::Ordered] {
         let plan = simple::plan(problem, way);
         if verify(&plan).is_err() {
             continue; // it has its limits with sums

@@ -14,7 +14,7 @@ use crossmesh_testkit::interpret::{Sends, interpret};
 use crossmesh_testkit::mutate_program::{Change, change};
 use crossmesh_testkit::replay::run_program;
 use crossmesh_testkit::seed::{Seed, Shape, problem};
-use crossmesh_testkit::simple::{self, Way};
+use crossmesh_testkit::simple::{self, Delivery};
 use crossmesh_testkit::sweep;
 
 /// A program of some kind, small enough to be carried out byte by byte.
@@ -25,7 +25,10 @@ fn program(number: u64) -> Program {
     }
     let problem = problem(number, Shape::SMALL);
     if seed.below(3) == 0 {
-        return lower(&simple::plan(&problem, seed.pick(&[Way::Direct, Way::Chain, Way::Ordered])));
+        return lower(&simple::plan(
+            &problem,
+            seed.pick(&[Delivery::Direct, Delivery::Chain, Delivery::Ordered]),
+        ));
     }
     let limit = (seed.below(3) == 0).then(|| 8 + seed.below(200) as u64);
     let strategy = seed.pick(&Strategy::CONCRETE);

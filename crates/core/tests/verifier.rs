@@ -7,13 +7,13 @@ use crossmesh_core::verify::{Claims, Law, verify, verify_claims};
 use crossmesh_testkit::mutate::{Mutation, mutate, scramble};
 use crossmesh_testkit::replay::{replay, run_program};
 use crossmesh_testkit::seed::{Seed, Shape, problem};
-use crossmesh_testkit::simple::{self, Way};
+use crossmesh_testkit::simple::{self, Delivery};
 
-const WAYS: [Way; 3] = [Way::Direct, Way::Chain, Way::Ordered];
+const DELIVERIES: [Delivery; 3] = [Delivery::Direct, Delivery::Chain, Delivery::Ordered];
 
 /// The plans of every strategy that can plan this, and of the simple ways.
 fn plans(problem: &Problem) -> Vec<Plan> {
-    let mut plans: Vec<Plan> = WAYS.map(|way| simple::plan(problem, way)).into();
+    let mut plans: Vec<Plan> = DELIVERIES.map(|way| simple::plan(problem, way)).into();
     for strategy in Strategy::CONCRETE {
         match plan(problem, &PlanOptions { strategy, ..PlanOptions::default() }) {
             Ok(plan) => plans.push(plan),
@@ -132,7 +132,7 @@ fn scrambled_plans_pass_exactly_if_they_replay() {
     for number in 0..3000 {
         let mut seed = Seed(number);
         let problem = problem(number, Shape::SMALL);
-        let plan = scramble(&simple::plan(&problem, seed.pick(&WAYS)), &mut seed);
+        let plan = scramble(&simple::plan(&problem, seed.pick(&DELIVERIES)), &mut seed);
         let whole = problem.reshards.iter().all(|r| r.src.layout.num_contributions() == 1);
         let context = || format!("seed {number}, {}", describe(&plan));
         match (verify(&plan), replay(&plan, number)) {
@@ -187,7 +187,7 @@ fn damaged_documents_never_panic() {
     for number in 0..4000 {
         let mut seed = Seed(number);
         let problem = problem(number % 50, Shape::SMALL);
-        let plan = simple::plan(&problem, seed.pick(&WAYS));
+        let plan = simple::plan(&problem, seed.pick(&DELIVERIES));
         let mut text = PlanDoc::new(&plan, Figures::default()).to_json().into_bytes();
         for _ in 0..1 + seed.below(3) {
             let at = seed.below(text.len());

@@ -6,7 +6,7 @@ use crossmesh_core::reshard::{Plan, Problem};
 
 /// How receivers get a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum Delivery {
     /// Each from the first holder.
     Direct,
     /// The first from the first holder, the others each from the one before.
@@ -18,7 +18,7 @@ pub enum Way {
 /// Plans every tensor piece by piece. Partial sums are added up at the first receiver, along a line of holders that
 /// ends there, or at a holder that passes the sum on, each in its way; the other receivers get the whole values from
 /// the first.
-pub fn plan(problem: &Problem, way: Way) -> Plan {
+pub fn plan(problem: &Problem, way: Delivery) -> Plan {
     let mut plan = Plan::new(problem.clone(), format!("simple {way:?}"), 1 << 20);
     let mut last: Option<TransferId> = None;
     for (tensor, reshard) in (0..).zip(&problem.reshards) {
@@ -28,7 +28,7 @@ pub fn plan(problem: &Problem, way: Way) -> Plan {
             let holders = &pieces.src_tiles[piece.src_tile as usize];
             let receivers = &pieces.dst_tiles[piece.dst_tile as usize].ranks;
             let region = plan.add_region(piece.region);
-            let order = last.filter(|_| way == Way::Ordered);
+            let order = last.filter(|_| way == Delivery::Ordered);
             last = match partial {
                 true => add_up(&mut plan, tensor, region, holders, receivers, (order, way)),
                 false => spread(&mut plan, tensor, region, holders, receivers, (order, way)),
@@ -45,7 +45,7 @@ fn spread(
     region: RegionId,
     holders: &Tile,
     receivers: &[Rank],
-    (order, way): (Option<TransferId>, Way),
+    (order, way): (Option<TransferId>, Delivery),
 ) -> Option<TransferId> {
     let mut from = (holders.ranks[0], None);
     let mut last = None;
@@ -53,7 +53,7 @@ fn spread(
         let after: Vec<TransferId> = from.1.into_iter().chain(order).collect();
         let id = plan.add(tensor, from.0, to, region, &after);
         last = Some(id);
-        if way != Way::Direct {
+        if way != Delivery::Direct {
             from = (to, Some(id));
         }
     }
@@ -66,7 +66,7 @@ fn add_up(
     region: RegionId,
     holders: &Tile,
     receivers: &[Rank],
-    (order, way): (Option<TransferId>, Way),
+    (order, way): (Option<TransferId>, Delivery),
 ) -> Option<TransferId> {
     // A receiver that has a part of its own, if there is one: it needs no message to itself.
     let own = receivers.iter().find(|r| holders.ranks.contains(r));
@@ -86,9 +86,9 @@ fn add_up(
         stops.push(first);
     }
     let hops: Vec<(Rank, Rank)> = match way {
-        Way::Direct => stops[..stops.len() - 1].iter().map(|&from| (from, first)).collect(),
-        Way::Chain => stops.windows(2).map(|pair| (pair[0], pair[1])).collect(),
-        Way::Ordered => {
+        Delivery::Direct => stops[..stops.len() - 1].iter().map(|&from| (from, first)).collect(),
+        Delivery::Chain => stops.windows(2).map(|pair| (pair[0], pair[1])).collect(),
+        Delivery::Ordered => {
             let (hub, parts) = line.split_last()?;
             let to_hub = parts.iter().map(|(_, from)| (*from, hub.1));
             to_hub.chain((hub.1 != first).then_some((hub.1, first))).collect()

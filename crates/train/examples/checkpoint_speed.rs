@@ -18,11 +18,11 @@ use crossmesh_train::checkpoint::{
     Checkpoint, Convert, Facts, Moments, OptimizerFacts, Sharding, Snapshot, StageState, StageTarget, Store,
 };
 use crossmesh_train::parameter::{Declaration, Init, Parameter, Parameters};
-use crossmesh_train::place::Place;
+use crossmesh_train::stage_rank::StageRank;
 
 const NAMES: &[&str] = &["exp_avg", "exp_avg_sq"];
 
-fn parameters(place: &Place, count: usize) -> Vec<Parameter> {
+fn parameters(place: &StageRank, count: usize) -> Vec<Parameter> {
     let mut parameters = Parameters::new::<f32>(place);
     for i in 0..count {
         let (name, init) = (format!("h.{i}.weight"), Init::Zeros);
@@ -42,7 +42,7 @@ fn timed<T>(what: &str, bytes: u64, f: impl FnOnce() -> T) -> T {
 }
 
 fn save(store: &Store, count: usize) -> u64 {
-    let place = Place::alone();
+    let place = StageRank::alone();
     let parameters = parameters(&place, count);
     let values: Vec<f32> = (0..count << 20).map(|i| i as f32).collect();
     let bytes = 3 * size_of_val(&values[..]) as u64;
@@ -79,7 +79,7 @@ fn save(store: &Store, count: usize) -> u64 {
     bytes
 }
 
-fn load(checkpoint: &Checkpoint, what: &str, place: &Place, count: usize, zero: bool) {
+fn load(checkpoint: &Checkpoint, what: &str, place: &StageRank, count: usize, zero: bool) {
     let parameters = parameters(place, count);
     let len = parameters.last().map_or(0, |p| p.range.end);
     let (shard, sharding) = match zero {
@@ -109,8 +109,8 @@ fn main() {
     let open = || Checkpoint::open(&path).unwrap_or_else(|error| panic!("{error}"));
     let checkpoint = timed("open", bytes, open);
     timed("verify, all cores", bytes, || checkpoint.verify().unwrap_or_else(|error| panic!("{error}")));
-    load(&checkpoint, "load, same layout", &Place::alone(), count, false);
-    let place = Place::new("A{dp:2,tp:2}".parse().expect("a mesh"), 1).expect("a place");
+    load(&checkpoint, "load, same layout", &StageRank::alone(), count, false);
+    let place = StageRank::new("A{dp:2,tp:2}".parse().expect("a mesh"), 1).expect("a place");
     load(&checkpoint, "load, dp 2 tp 2 zero", &place, count, true);
     std::fs::remove_dir_all(store.folder()).expect("the folder");
 }

@@ -21,11 +21,11 @@ use crossmesh_train::checkpoint::{
 use crossmesh_train::group::Alone;
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::kernels::random::Stream;
-use crossmesh_train::kernels::{Gemm, Kernels, NormWeights, Normed, Part, Rows};
+use crossmesh_train::kernels::{BufSlice, Gemm, Kernels, NormWeights, Normed, Rows};
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
 use crossmesh_train::parameter::Parameter;
-use crossmesh_train::place::Place;
 use crossmesh_train::stage::{Microbatch, MicrobatchId, Stage, Value};
+use crossmesh_train::stage_rank::StageRank;
 
 type Buf = HostBuf<f32>;
 
@@ -46,7 +46,7 @@ fn piece(
     let chain = Chain::new(&model, units, Arc::new(Cpu::new(1)), Arc::new(Alone), setup).expect("a stage");
     let mut params = vec![0.0; chain.parameters().last().map_or(0, |p| p.range.end)];
     if let Some(checkpoint) = checkpoint {
-        let (parameters, place) = (chain.parameters(), &Place::alone());
+        let (parameters, place) = (chain.parameters(), &StageRank::alone());
         let target = StageTarget { parameters, place, values: &mut params, moments: None };
         checkpoint.load(&mut [target], Convert::Yes).unwrap_or_else(|error| panic!("{error}"));
     }
@@ -79,7 +79,7 @@ fn head(config: &GptConfig, whole: &Piece, h: &Buf, rows: usize) -> Buf {
     let kernels = Cpu::<f32>::new(1);
     let weight = |name: &str| {
         let found = whole.chain.parameters().iter().find(|p| p.name == name).expect(name);
-        Part { buf: &whole.params, start: found.range.start }
+        BufSlice { buf: &whole.params, start: found.range.start }
     };
     let size = Rows { rows, cols: config.width };
     let (mut y, mut stats) = (kernels.buffer(size.len()), kernels.buffer(2 * rows));
@@ -105,7 +105,7 @@ fn new(folder: &str, sizes: &str, tied: bool) {
         values.iter_mut().zip(0..).for_each(|(v, i)| *v = (around + 0.1 * stream.normal(i)) as f32);
     };
     piece.chain.parameters().iter().for_each(|p| fill(p, &mut values[p.range.clone()]));
-    let place = Place::alone();
+    let place = StageRank::alone();
     let moments = Moments { names: &[], values: vec![], shard: 0..0, sharding: Sharding::Replicated };
     let parameters = piece.chain.parameters();
     let state = StageState { parameters, place: &place, values: &values, moments, elsewhere: &[] };

@@ -22,8 +22,8 @@ use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
 use crossmesh_train::optim::{Optimizer, OptimizerConfig, StepNumbers, clip_scale, norm_piece};
 use crossmesh_train::parameter::initial;
-use crossmesh_train::place::Place;
 use crossmesh_train::stage::{Microbatch, MicrobatchId, Stage, Value};
+use crossmesh_train::stage_rank::StageRank;
 
 struct Trainer {
     config: GptConfig,
@@ -80,7 +80,8 @@ impl Trainer {
         self.chain.backward_weight(id, &mut self.grads, &mut |_, _| {}).expect("W");
         lap("W");
         let all = 0..len;
-        let norm = norm_piece(&*self.cpu, self.chain.parameters(), &Place::alone(), &all, &self.grads, &[]);
+        let norm =
+            norm_piece(&*self.cpu, self.chain.parameters(), &StageRank::alone(), &all, &self.grads, &[]);
         let numbers = StepNumbers { learning_rate: 1e-4, grad_scale: clip_scale(norm, 1.0) };
         self.optimizer.step(&*self.cpu, numbers, (&mut self.params).into(), (&self.grads).into());
         lap("optimizer");

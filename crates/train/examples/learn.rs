@@ -22,8 +22,8 @@ use crossmesh_train::models::unet::{Unet, UnetConfig};
 use crossmesh_train::optim::schedule::Schedule;
 use crossmesh_train::optim::{Optimizer, OptimizerConfig, StepNumbers, clip_scale, norm_piece};
 use crossmesh_train::parameter::initial;
-use crossmesh_train::place::Place;
 use crossmesh_train::stage::{Microbatch, MicrobatchId, Stage, Value};
+use crossmesh_train::stage_rank::StageRank;
 
 struct Trainer<'a> {
     data: &'a dyn DataSet,
@@ -68,7 +68,8 @@ impl<'a> Trainer<'a> {
         let all = 0..self.grads.len();
         self.cpu.fill(0.0, (&mut self.grads).into(), all.len());
         self.chain.backward_weight(microbatch.id, &mut self.grads, &mut |_, _| {}).expect("W");
-        let norm = norm_piece(&*self.cpu, self.chain.parameters(), &Place::alone(), &all, &self.grads, &[]);
+        let norm =
+            norm_piece(&*self.cpu, self.chain.parameters(), &StageRank::alone(), &all, &self.grads, &[]);
         let numbers = StepNumbers { learning_rate, grad_scale: clip_scale(norm, 1.0) };
         self.optimizer.step(&*self.cpu, numbers, (&mut self.params).into(), (&self.grads).into());
         loss(&outputs)

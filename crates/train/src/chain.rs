@@ -23,10 +23,10 @@ use crate::kernels::{Buffer, Kernels};
 use crate::layers::{Ctx, Elements, Item, Mode, Remembered, Saved};
 use crate::models::ConfigError;
 use crate::parameter::{Parameter, Parameters};
-use crate::place::{Place, shard_dims};
 use crate::stage::{
     ActivationBytes, Live, Microbatch, MicrobatchId, Port, Recompute, Role, Stage, StageError, Value,
 };
+use crate::stage_rank::{StageRank, shard_dims};
 
 /// The shape of a tensor of a microbatch, but for the number of samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -154,7 +154,7 @@ pub trait Model<K: Kernels> {
 /// How a stage is set up on a rank.
 #[derive(Debug, Clone)]
 pub struct Setup {
-    pub place: Place,
+    pub place: StageRank,
     /// Samples of a microbatch, over all ranks along `dp`.
     pub samples: usize,
     /// Whether the rows between tensor-parallel regions are split over `tp`.
@@ -167,7 +167,7 @@ pub struct Setup {
 impl Setup {
     /// A stage on one rank that remembers everything.
     pub fn alone(samples: usize, seed: u64) -> Self {
-        let (place, recompute) = (Place::alone(), Recompute::Nothing);
+        let (place, recompute) = (StageRank::alone(), Recompute::Nothing);
         Self { place, samples, sequence_parallel: false, recompute, seed }
     }
 

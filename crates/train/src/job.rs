@@ -19,8 +19,8 @@ use crossmesh_core::step::PassTimes;
 
 use crate::optim::OptimizerConfig;
 use crate::optim::schedule::Schedule as Rate;
-use crate::place::{Place, PlaceError};
 use crate::stage::Recompute;
+use crate::stage_rank::{StageRank, StageRankError};
 
 /// The ranks that run a device's stages together.
 #[derive(Debug, Clone, PartialEq)]
@@ -96,7 +96,7 @@ pub enum JobError {
     #[error("the stages end at unit {end} of {units}")]
     Short { end: usize, units: usize },
     #[error(transparent)]
-    Place(#[from] PlaceError),
+    StageRank(#[from] StageRankError),
     #[error(transparent)]
     Model(#[from] crate::models::ConfigError),
     #[error(transparent)]
@@ -136,8 +136,8 @@ impl Job {
     }
 
     /// Where a position of a device's mesh is.
-    pub fn place(&self, device: DeviceId, position: usize) -> Result<Place, PlaceError> {
-        Place::new(self.teams[device.index()].mesh.clone(), position)
+    pub fn place(&self, device: DeviceId, position: usize) -> Result<StageRank, StageRankError> {
+        StageRank::new(self.teams[device.index()].mesh.clone(), position)
     }
 
     /// Refuses what does not fit together.

@@ -16,7 +16,7 @@ use crossmesh_core::layout::Layout;
 
 use crate::kernels::random::Stream;
 use crate::kernels::scalar::Scalar;
-use crate::place::{Place, shard_dims};
+use crate::stage_rank::{StageRank, shard_dims};
 
 /// What a parameter is before the first step.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -121,13 +121,13 @@ pub struct Declaration<'a> {
 /// Lays out the parameters of a stage while its layers are made.
 #[derive(Debug)]
 pub struct Parameters<'a> {
-    pub place: &'a Place,
+    pub place: &'a StageRank,
     dtype: crossmesh_core::dtype::DType,
     list: Vec<Parameter>,
 }
 
 impl<'a> Parameters<'a> {
-    pub fn new<T: Scalar>(place: &'a Place) -> Self {
+    pub fn new<T: Scalar>(place: &'a StageRank) -> Self {
         Self { place, dtype: T::DTYPE, list: Vec::new() }
     }
 
@@ -162,7 +162,7 @@ impl<'a> Parameters<'a> {
 mod tests {
     use super::*;
 
-    fn declare(place: &Place) -> Vec<Parameter> {
+    fn declare(place: &StageRank) -> Vec<Parameter> {
         let mut parameters = Parameters::new::<f64>(place);
         let normal = Init::Normal { deviation: 0.5 };
         for (name, split) in [("a", Some(0)), ("b", Some(1)), ("c", None), ("a", Some(0))] {
@@ -175,14 +175,14 @@ mod tests {
 
     #[test]
     fn every_layout_starts_from_the_same_weights() {
-        let alone = Place::alone();
+        let alone = StageRank::alone();
         let whole_list = declare(&alone);
         assert_eq!(whole_list.len(), 3);
         let whole = initial::<f64>(&whole_list, alone.coord(), 7);
         for tp in 1..4 {
             for position in 0..2 * tp {
                 let mesh = format!("A{{dp:2,tp:{tp}}}").parse().unwrap();
-                let place = Place::new(mesh, position).unwrap();
+                let place = StageRank::new(mesh, position).unwrap();
                 let list = declare(&place);
                 let shard = initial::<f64>(&list, place.coord(), 7);
                 for (p, all) in list.iter().zip(&whole_list) {
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn names_and_seeds_tell_weights_apart() {
-        let alone = Place::alone();
+        let alone = StageRank::alone();
         let list = declare(&alone);
         let first = initial::<f64>(&list, alone.coord(), 7);
         assert_ne!(first[list[0].range.clone()], first[list[2].range.clone()]);

@@ -9,8 +9,8 @@ use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
 use crossmesh_train::optim::schedule::Schedule;
 use crossmesh_train::optim::{Optimizer, OptimizerConfig, StepNumbers, clip_scale, norm_piece};
-use crossmesh_train::place::Place;
 use crossmesh_train::stage::{MicrobatchId, Recompute, Stage};
+use crossmesh_train::stage_rank::StageRank;
 
 /// Nothing here divides by 2 or 3: heads, vocabulary, hidden columns, tokens.
 fn config(tied: bool, dropout: f64) -> GptConfig {
@@ -208,7 +208,7 @@ fn learns_a_periodic_text() {
         losses.push(single.loss(samples, &data));
         single.chain.forget(MicrobatchId(0));
         let grads = HostBuf::from(single.gradients(samples, &data));
-        let norm = norm_piece(&cpu, &parameters, &Place::alone(), &all, &grads, &[]);
+        let norm = norm_piece(&cpu, &parameters, &StageRank::alone(), &all, &grads, &[]);
         let grad_scale = clip_scale(norm, 1.0);
         let numbers = StepNumbers { learning_rate: schedule.at(step), grad_scale };
         optimizer.step(&cpu, numbers, (&mut single.params).into(), (&grads).into());

@@ -19,8 +19,8 @@ use crossmesh_train::config::AnyModel;
 use crossmesh_train::job::Job;
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::optim::OptimizerConfig;
-use crossmesh_train::place::Place;
 use crossmesh_train::runtime::{TrainError, Trainer};
+use crossmesh_train::stage_rank::StageRank;
 
 use super::Training;
 use super::rank::Trouble;
@@ -33,7 +33,7 @@ pub struct Saver {
     ranks: Vec<Rank>,
     /// All ranks, where there are several.
     world: Option<GroupId>,
-    place: Place,
+    place: StageRank,
     sharding: Sharding,
     pending: Option<Pending>,
 }
@@ -191,7 +191,7 @@ impl Saver {
     }
 }
 
-fn place(job: &Job, rank: Rank) -> Result<Place, Trouble> {
+fn place(job: &Job, rank: Rank) -> Result<StageRank, Trouble> {
     let (device, position) = job.home(rank).ok_or(TrainError::NoPart { rank })?;
     Ok(job.place(device, position).map_err(|e| TrainError::Job(e.into()))?)
 }

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::block_route::{BlockRoute, write};
 use super::shape::{Between, Shape, Slot, Team};
-use super::way::{Way, write};
 use super::{Call, Collective, CollectiveError};
 use crate::id::{Rank, TransferId};
 use crate::region::{Region, Span};
@@ -130,7 +130,7 @@ impl Blocks<'_> {
         }
     }
 
-    fn ways(&self, reshard: &Reshard) -> Vec<(Span, Way)> {
+    fn ways(&self, reshard: &Reshard) -> Vec<(Span, BlockRoute)> {
         let whole = Span::new(0, reshard.src.layout.shape()[0]);
         match self.call.collective {
             Collective::AllReduce | Collective::Barrier => self.all_reduce(whole),
@@ -154,15 +154,19 @@ impl Blocks<'_> {
         }
     }
 
-    fn spread(&self, span: Span, holder: Rank, slot: Slot) -> (Span, Way) {
-        let mut way = Way::default();
+    fn spread(&self, span: Span, holder: Rank, slot: Slot) -> (Span, BlockRoute) {
+        let mut way = BlockRoute::default();
         way.leaf(holder);
         way.spread = self.team.spread(self.variant.shape, holder, slot);
         (span, way)
     }
 
     /// With two levels, a cut for every rank of a host, so that all of them take part.
-    fn in_slots(&self, whole: Span, ways: impl Fn(Span, Slot) -> Vec<(Span, Way)>) -> Vec<(Span, Way)> {
+    fn in_slots(
+        &self,
+        whole: Span,
+        ways: impl Fn(Span, Slot) -> Vec<(Span, BlockRoute)>,
+    ) -> Vec<(Span, BlockRoute)> {
         let slots = match self.variant.shape {
             Shape::TwoLevels { between: Between::Line } => self.team.num_slots().min(MAX_LEVEL_BLOCKS),
             _ => 1,
@@ -171,14 +175,14 @@ impl Blocks<'_> {
     }
 
     /// A sum that one rank wants.
-    fn reduce_to(&self, span: Span, owner: Rank, slot: Slot) -> Vec<(Span, Way)> {
+    fn reduce_to(&self, span: Span, owner: Rank, slot: Slot) -> Vec<(Span, BlockRoute)> {
         match self.in_order {
             true => self.reduce_in_order(span, owner, slot),
             false => vec![(span, self.team.gather(self.variant.shape, owner, slot))],
         }
     }
 
-    fn reduce_in_order(&self, span: Span, owner: Rank, slot: Slot) -> Vec<(Span, Way)> {
+    fn reduce_in_order(&self, span: Span, owner: Rank, slot: Slot) -> Vec<(Span, BlockRoute)> {
         let mut way = self.team.gather_in_order(self.variant.shape, owner, slot);
         let last = way.stations.last().map(|s| s.rank);
         way.spread.extend(last.filter(|last| *last != owner).map(|last| (last, owner)));
@@ -194,7 +198,7 @@ impl Blocks<'_> {
         cut(span, (bytes / MIN_PIECE_BYTES).clamp(1, most))
     }
 
-    fn all_reduce(&self, whole: Span) -> Vec<(Span, Way)> {
+    fn all_reduce(&self, whole: Span) -> Vec<(Span, BlockRoute)> {
         let (team, shape) = (self.team, self.variant.shape);
         match (self.variant.algorithm, shape) {
             // Everybody adds up for itself: in one order, or they would come to different sums.
@@ -223,7 +227,7 @@ impl Blocks<'_> {
     }
 
     /// Every host is the root of some blocks, and in it every rank.
-    fn all_reduce_in_levels(&self, whole: Span) -> Vec<(Span, Way)> {
+    fn all_reduce_in_levels(&self, whole: Span) -> Vec<(Span, BlockRoute)> {
         let team = self.team;
         let roots = if self.in_order { 1 } else { team.num_hosts().min(MAX_RING_BLOCKS) };
         let slots = team.num_slots().min(MAX_LEVEL_BLOCKS / roots).max(1);
@@ -234,13 +238,18 @@ impl Blocks<'_> {
     }
 
     /// Blocks of a sum that all want, each with a root of its own.
-    fn blocks(&self, whole: Span, count: usize, root: impl Fn(usize) -> (Rank, Slot)) -> Vec<(Span, Way)> {
+    fn blocks(
+        &self,
+        whole: Span,
+        count: usize,
+        root: impl Fn(usize) -> (Rank, Slot),
+    ) -> Vec<(Span, BlockRoute)> {
         let mut ways = vec![];
         for (i, span) in cut(whole, count as u64).enumerate() {
             let (root, slot) = root(i);
             for (span, way) in self.reduce_to(span, root, slot) {
                 let spread = self.team.spread(self.variant.shape, root, slot);
-                ways.push((span, Way { spread, ..way }));
+                ways.push((span, BlockRoute { spread, ..way }));
             }
         }
         ways

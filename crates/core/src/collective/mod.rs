@@ -35,6 +35,7 @@
 //! ```
 
 mod algorithm;
+mod block_route;
 mod call;
 mod choose;
 mod group;
@@ -42,7 +43,6 @@ mod in_place;
 mod shape;
 #[cfg(test)]
 mod tests;
-mod way;
 
 use std::fmt;
 use std::str::FromStr;

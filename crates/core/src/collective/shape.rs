@@ -10,7 +10,7 @@
 //! With a fixed order a sum is added up from the group's first rank to its last, one part at a time, wherever that
 //! happens: a star's root waits for its turn, a line runs along the group, and hosts are visited in the group's order.
 
-use super::way::{Input, Way};
+use super::block_route::{BlockRoute, Input};
 use crate::cluster::Topology;
 use crate::id::Rank;
 
@@ -104,8 +104,8 @@ impl Team {
     }
 
     /// Everybody's part to the root, in any order.
-    pub fn gather(&self, shape: Shape, root: Rank, slot: Slot) -> Way {
-        let mut way = Way::default();
+    pub fn gather(&self, shape: Shape, root: Rank, slot: Slot) -> BlockRoute {
+        let mut way = BlockRoute::default();
         match shape {
             Shape::Star => {
                 let leaves = self.around(root).filter(|r| *r != root).map(|r| way.leaf(r));
@@ -128,7 +128,7 @@ impl Team {
         way
     }
 
-    fn gather_in_hosts(&self, way: &mut Way, between: Between, root: Rank, slot: Slot) {
+    fn gather_in_hosts(&self, way: &mut BlockRoute, between: Between, root: Rank, slot: Slot) {
         let mut waiting: Vec<Input> = vec![];
         for (host, leader) in self.hosts_around(root, slot) {
             let mut inputs = vec![Input::Own];
@@ -143,9 +143,9 @@ impl Team {
 
     /// Everybody's part, added up in the group's order. The last station is `root`, but for two levels, where it is
     /// [`Team::last`]. There is no tree: its sums are not those of the group's order.
-    pub fn gather_in_order(&self, shape: Shape, root: Rank, slot: Slot) -> Way {
-        let mut way = Way::default();
-        let own_or_leaf = |way: &mut Way, rank: Rank, me: Rank| match rank == me {
+    pub fn gather_in_order(&self, shape: Shape, root: Rank, slot: Slot) -> BlockRoute {
+        let mut way = BlockRoute::default();
+        let own_or_leaf = |way: &mut BlockRoute, rank: Rank, me: Rank| match rank == me {
             true => Input::Own,
             false => way.leaf(rank),
         };
@@ -226,7 +226,7 @@ fn halves(ranks: &[Rank]) -> impl Iterator<Item = &[Rank]> {
     [left, right].into_iter().filter(|half| !half.is_empty())
 }
 
-fn add_tree(way: &mut Way, ranks: &[Rank]) -> usize {
+fn add_tree(way: &mut BlockRoute, ranks: &[Rank]) -> usize {
     let mut inputs = vec![Input::Own];
     for half in halves(ranks) {
         inputs.push(Input::From(add_tree(way, half)));

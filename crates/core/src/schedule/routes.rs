@@ -1,6 +1,6 @@
-//! The way of every microbatch through the stages, and the tensors that jump over some.
+//! The route of every microbatch through the stages, and the tensors that jump over some.
 //!
-//! Most pipelines send every microbatch through all stages in model order. SkipPipe gives each microbatch its own way:
+//! Most pipelines send every microbatch through all stages in model order. SkipPipe gives each microbatch its own route:
 //! some stages, in any order. Skip tensors (of a U-Net) are edges between stages that are not neighbours.
 //!
 //! ```text
@@ -19,22 +19,22 @@ pub struct Edge {
     pub to: StageId,
 }
 
-/// The way of every microbatch, and the skips.
+/// The route of every microbatch, and the skips.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Routes {
     num_stages: usize,
-    ways: Ways,
+    routes: RouteTable,
     skips: Vec<Edge>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Ways {
+enum RouteTable {
     ModelOrder,
-    Each(Vec<Way>),
+    Each(Vec<Route>),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Way {
+struct Route {
     stages: Vec<StageId>,
     /// The place of every stage in `stages`.
     place: Vec<Option<u32>>,
@@ -43,14 +43,14 @@ struct Way {
 impl Routes {
     /// Every microbatch visits every stage in model order.
     pub fn model_order(num_stages: usize) -> Self {
-        Self { num_stages, ways: Ways::ModelOrder, skips: vec![] }
+        Self { num_stages, routes: RouteTable::ModelOrder, skips: vec![] }
     }
 
-    /// A way of its own for every microbatch: stages in the order they are visited.
-    pub fn each(num_stages: usize, ways: Vec<Vec<StageId>>) -> Result<Self, ScheduleError> {
-        let read = |(microbatch, stages)| Way::new(num_stages, MicrobatchId::at(microbatch), stages);
-        let ways = ways.into_iter().enumerate().map(read).collect::<Result<_, _>>()?;
-        Ok(Self { num_stages, ways: Ways::Each(ways), skips: vec![] })
+    /// A route of its own for every microbatch: stages in the order they are visited.
+    pub fn each(num_stages: usize, routes: Vec<Vec<StageId>>) -> Result<Self, ScheduleError> {
+        let read = |(microbatch, stages)| Route::new(num_stages, MicrobatchId::at(microbatch), stages);
+        let routes = routes.into_iter().enumerate().map(read).collect::<Result<_, _>>()?;
+        Ok(Self { num_stages, routes: RouteTable::Each(routes), skips: vec![] })
     }
 
     /// Adds tensors that jump over stages. An edge between neighbours in model order is the chain's already.
@@ -69,11 +69,11 @@ impl Routes {
         self.num_stages
     }
 
-    /// How many microbatches have a way; `None` where all take the same.
+    /// How many microbatches have a route; `None` where all take the same.
     pub fn num_microbatches(&self) -> Option<usize> {
-        match &self.ways {
-            Ways::ModelOrder => None,
-            Ways::Each(ways) => Some(ways.len()),
+        match &self.routes {
+            RouteTable::ModelOrder => None,
+            RouteTable::Each(routes) => Some(routes.len()),
         }
     }
 
@@ -82,38 +82,40 @@ impl Routes {
     }
 
     pub fn visits(&self, microbatch: MicrobatchId, stage: StageId) -> bool {
-        match &self.ways {
-            Ways::ModelOrder => stage.index() < self.num_stages,
-            Ways::Each(ways) => ways[microbatch.index()].place_of(stage).is_some(),
+        match &self.routes {
+            RouteTable::ModelOrder => stage.index() < self.num_stages,
+            RouteTable::Each(routes) => routes[microbatch.index()].place_of(stage).is_some(),
         }
     }
 
     /// The stages that a microbatch visits, in that order.
     pub fn stages(&self, microbatch: MicrobatchId) -> Vec<StageId> {
-        match &self.ways {
-            Ways::ModelOrder => (0..self.num_stages).map(StageId::at).collect(),
-            Ways::Each(ways) => ways[microbatch.index()].stages.clone(),
+        match &self.routes {
+            RouteTable::ModelOrder => (0..self.num_stages).map(StageId::at).collect(),
+            RouteTable::Each(routes) => routes[microbatch.index()].stages.clone(),
         }
     }
 
     /// Where the microbatch was before.
     pub fn before(&self, microbatch: MicrobatchId, stage: StageId) -> Option<StageId> {
-        match &self.ways {
-            Ways::ModelOrder => stage.0.checked_sub(1).map(StageId),
-            Ways::Each(ways) => {
-                let way = &ways[microbatch.index()];
-                Some(way.stages[way.place_of(stage)?.checked_sub(1)?])
+        match &self.routes {
+            RouteTable::ModelOrder => stage.0.checked_sub(1).map(StageId),
+            RouteTable::Each(routes) => {
+                let route = &routes[microbatch.index()];
+                Some(route.stages[route.place_of(stage)?.checked_sub(1)?])
             }
         }
     }
 
     /// Where the microbatch goes next.
     pub fn after(&self, microbatch: MicrobatchId, stage: StageId) -> Option<StageId> {
-        match &self.ways {
-            Ways::ModelOrder => Some(stage.index() + 1).filter(|s| *s < self.num_stages).map(StageId::at),
-            Ways::Each(ways) => {
-                let way = &ways[microbatch.index()];
-                way.stages.get(way.place_of(stage)? + 1).copied()
+        match &self.routes {
+            RouteTable::ModelOrder => {
+                Some(stage.index() + 1).filter(|s| *s < self.num_stages).map(StageId::at)
+            }
+            RouteTable::Each(routes) => {
+                let route = &routes[microbatch.index()];
+                route.stages.get(route.place_of(stage)? + 1).copied()
             }
         }
     }
@@ -129,19 +131,19 @@ impl Routes {
     }
 
     fn carries(&self, microbatch: MicrobatchId, edge: Edge) -> bool {
-        match &self.ways {
-            Ways::ModelOrder => true,
-            Ways::Each(ways) => {
-                let way = &ways[microbatch.index()];
-                let ends = way.place_of(edge.from).zip(way.place_of(edge.to));
-                // Neighbours on this way have the chain's edge; the skip rides on it.
+        match &self.routes {
+            RouteTable::ModelOrder => true,
+            RouteTable::Each(routes) => {
+                let route = &routes[microbatch.index()];
+                let ends = route.place_of(edge.from).zip(route.place_of(edge.to));
+                // Neighbours on this route have the chain's edge; the skip rides on it.
                 ends.is_some_and(|(from, to)| from + 1 < to)
             }
         }
     }
 }
 
-impl Way {
+impl Route {
     fn new(num_stages: usize, microbatch: MicrobatchId, stages: Vec<StageId>) -> Result<Self, ScheduleError> {
         if stages.is_empty() {
             return Err(ScheduleError::EmptyRoute { microbatch });
@@ -185,8 +187,8 @@ mod tests {
         let skip = Edge { from: StageId(0), to: StageId(2) };
         let routes = Routes::model_order(3).with_skips(vec![skip]).unwrap();
         assert_eq!(routes.skips_into(MicrobatchId(7), StageId(2)).collect::<Vec<_>>(), [skip]);
-        let ways = vec![ids(&[0, 1, 2]), ids(&[0, 2]), ids(&[2, 1, 0]), ids(&[0, 1])];
-        let routes = Routes::each(3, ways).unwrap().with_skips(vec![skip]).unwrap();
+        let routes = vec![ids(&[0, 1, 2]), ids(&[0, 2]), ids(&[2, 1, 0]), ids(&[0, 1])];
+        let routes = Routes::each(3, routes).unwrap().with_skips(vec![skip]).unwrap();
         let carried: Vec<usize> =
             (0..4).map(|m| routes.skips_out(MicrobatchId(m), StageId(0)).count()).collect();
         assert_eq!(carried, [1, 0, 0, 0]);

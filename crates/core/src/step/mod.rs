@@ -34,7 +34,7 @@ mod slots;
 mod tests;
 
 pub use error::StepError;
-pub use lower::{Instance, Part, StepProgram, lower_step};
+pub use lower::{Instance, PassPart, StepProgram, lower_step};
 pub use report::{DeviceReport, StepReport};
 
 use crate::cluster::Cluster;

@@ -1,6 +1,6 @@
 //! The manifest: what a checkpoint holds, and which box of which tensor lies where.
 //!
-//! A rank that has written its file describes it as a [`Part`]. The parts of all ranks make a [`Manifest`], if every element of every tensor is
+//! A rank that has written its file describes it as a [`RankPart`]. The parts of all ranks make a [`Manifest`], if every element of every tensor is
 //! in exactly one box; the document ends with the hash of everything before it, so that not even a digit of it changes unnoticed.
 
 use std::collections::BTreeMap;
@@ -107,7 +107,7 @@ pub(super) struct PartTensor {
 
 /// What a rank has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Part {
+pub(super) struct RankPart {
     pub rank: u32,
     pub step: u64,
     pub dtype: String,
@@ -139,7 +139,7 @@ pub fn file_name(rank: Rank) -> String {
 
 impl Manifest {
     /// Puts the parts of all ranks together, if they are a whole.
-    pub(super) fn assemble(facts: &Facts, mut parts: Vec<Part>) -> Result<Self, CheckpointError> {
+    pub(super) fn assemble(facts: &Facts, mut parts: Vec<RankPart>) -> Result<Self, CheckpointError> {
         let wrong = |what: String| CheckpointError::Parts { step: facts.step, what };
         parts.sort_by_key(|p| p.rank);
         let Some(first) = parts.first() else { return Err(wrong("no rank wrote anything".into())) };
@@ -253,7 +253,7 @@ fn is_plain(name: &str) -> bool {
 }
 
 /// The tensors of all parts, by name and state.
-fn merge(parts: &[Part]) -> Result<Vec<TensorEntry>, String> {
+fn merge(parts: &[RankPart]) -> Result<Vec<TensorEntry>, String> {
     let mut tensors: BTreeMap<(&str, &str), TensorEntry> = BTreeMap::new();
     for (file, part) in parts.iter().enumerate() {
         for t in &part.tensors {

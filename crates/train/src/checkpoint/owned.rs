@@ -15,12 +15,12 @@ use std::ops::Range;
 
 use super::state::Sharding;
 use crate::parameter::Parameter;
-use crate::place::{Along, Place};
+use crate::stage_rank::{Along, StageRank};
 
 /// For every parameter the run of the flat buffer that this rank writes, of the run `shard` that it holds.
 pub fn owned(
     parameters: &[Parameter],
-    place: &Place,
+    place: &StageRank,
     shard: &Range<usize>,
     sharding: Sharding,
     elsewhere: &[&str],
@@ -59,7 +59,7 @@ fn replicas(parameter: &Parameter, sharding: Sharding) -> Vec<usize> {
 }
 
 /// A rank's place among all that differ from it along these axes only.
-fn along(place: &Place, axes: &[usize]) -> Along {
+fn along(place: &StageRank, axes: &[usize]) -> Along {
     axes.iter().fold(Along { rank: 0, size: 1 }, |along, &axis| {
         let len = place.mesh().axes()[axis].len as usize;
         Along { rank: along.rank * len + place.coord()[axis] as usize, size: along.size * len }

@@ -11,7 +11,7 @@ use crossmesh_core::id::Rank;
 
 use super::boxes;
 use super::error::CheckpointError;
-use super::manifest::{FileEntry, Part, PartTensor, VALUE, file_name, spans_of};
+use super::manifest::{FileEntry, PartTensor, RankPart, VALUE, file_name, spans_of};
 use super::owned::owned;
 use super::state::{Sharding, StageState};
 use super::tensor_file::header_bytes;
@@ -21,7 +21,7 @@ use crate::parameter::Parameter;
 /// What one rank will write.
 #[derive(Debug)]
 pub struct Snapshot {
-    pub(super) part: Part,
+    pub(super) part: RankPart,
     pub(super) header: Vec<u8>,
     pub(super) body: Vec<u8>,
 }
@@ -70,7 +70,7 @@ impl<T: Scalar> Draft<T> {
         let header = header_bytes(&BTreeMap::new(), &entries);
         let (name, bytes) = (file_name(rank), (header.len() + body.len()) as u64);
         let file = FileEntry { name, bytes, blake3: String::new() };
-        let part = Part { rank: rank.0, step, dtype: T::DTYPE.to_string(), file, tensors };
+        let part = RankPart { rank: rank.0, step, dtype: T::DTYPE.to_string(), file, tensors };
         Ok(Snapshot { part, header, body })
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::parameter::Parameter;
-use crate::place::Place;
+use crate::stage_rank::StageRank;
 
 /// Whether ranks along `dp` hold the same moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub struct Moments<S> {
 #[derive(Debug)]
 pub struct StageState<'a, T> {
     pub parameters: &'a [Parameter],
-    pub place: &'a Place,
+    pub place: &'a StageRank,
     /// The flat buffer of parameters.
     pub values: &'a [T],
     pub moments: Moments<&'a [T]>,
@@ -42,7 +42,7 @@ pub struct StageState<'a, T> {
 #[derive(Debug)]
 pub struct StageTarget<'a, T> {
     pub parameters: &'a [Parameter],
-    pub place: &'a Place,
+    pub place: &'a StageRank,
     /// The flat buffer of parameters.
     pub values: &'a mut [T],
     /// None to load parameters alone, for evaluation.

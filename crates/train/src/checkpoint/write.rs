@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
-use super::manifest::Part;
+use super::manifest::RankPart;
 use super::snapshot::Snapshot;
 
 /// Hashed and written at once: fits the cache.
@@ -19,14 +19,14 @@ const BLOCK_BYTES: usize = 1 << 18;
 pub struct Writing {
     rank: u32,
     step: u64,
-    thread: JoinHandle<Result<Part, CheckpointError>>,
+    thread: JoinHandle<Result<RankPart, CheckpointError>>,
 }
 
 /// What a rank says when it has written, or could not.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Report {
     pub rank: u32,
-    pub outcome: Result<Part, String>,
+    pub outcome: Result<RankPart, String>,
 }
 
 impl Writing {
@@ -61,7 +61,7 @@ impl Writing {
 }
 
 /// Writes a rank's file into a folder. When it returns, file and name are on disk.
-fn write(mut snapshot: Snapshot, folder: &Path) -> Result<Part, CheckpointError> {
+fn write(mut snapshot: Snapshot, folder: &Path) -> Result<RankPart, CheckpointError> {
     let path = folder.join(&snapshot.part.file.name);
     let mut file = File::create(&path).map_err(CheckpointError::io("create", &path))?;
     let mut hasher = blake3::Hasher::new();

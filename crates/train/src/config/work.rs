@@ -6,8 +6,8 @@ use crate::kernels::cpu::Cpu;
 use crate::models::gpt::{Gpt, GptConfig};
 use crate::models::unet::Unet;
 use crate::parameter::Parameters;
-use crate::place::Place;
 use crate::stage::Recompute;
+use crate::stage_rank::StageRank;
 
 /// Operations of a unit for one sample, and its weights.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -42,7 +42,7 @@ pub fn unit_work(model: &super::resolve::AnyModel) -> Vec<UnitWork> {
 
 /// Weights of a unit that are matrices, and all of them.
 fn weights(model: &dyn Model<Cpu<f32>>, unit: usize) -> (u64, u64) {
-    let (place, setup) = (Place::alone(), Setup::alone(1, 0));
+    let (place, setup) = (StageRank::alone(), Setup::alone(1, 0));
     let mut parameters = Parameters::new::<f32>(&place);
     model.unit(unit, &setup, &mut parameters);
     let list = parameters.into_list();

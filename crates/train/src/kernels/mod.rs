@@ -32,20 +32,20 @@ pub trait Buffer: Send + Sync + Debug + 'static {
 
 /// A buffer from an element on: a weight in the flat buffer of all weights, say.
 #[derive(Debug)]
-pub struct Part<'a, B> {
+pub struct BufSlice<'a, B> {
     pub buf: &'a B,
     pub start: usize,
 }
 
-impl<B> Clone for Part<'_, B> {
+impl<B> Clone for BufSlice<'_, B> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<B> Copy for Part<'_, B> {}
+impl<B> Copy for BufSlice<'_, B> {}
 
-impl<'a, B> From<&'a B> for Part<'a, B> {
+impl<'a, B> From<&'a B> for BufSlice<'a, B> {
     fn from(buf: &'a B) -> Self {
         Self { buf, start: 0 }
     }
@@ -300,7 +300,7 @@ pub trait Kernels: Send + Sync + 'static {
     fn upload(&self, values: &[Self::Real]) -> Self::Buf;
     fn download(&self, buf: &Self::Buf) -> Vec<Self::Real>;
     /// Copies `len` elements.
-    fn copy(&self, from: Part<'_, Self::Buf>, to: PartMut<'_, Self::Buf>, len: usize);
+    fn copy(&self, from: BufSlice<'_, Self::Buf>, to: PartMut<'_, Self::Buf>, len: usize);
     fn fill(&self, value: Self::Real, to: PartMut<'_, Self::Buf>, len: usize);
 
     // Products and sums.
@@ -308,9 +308,9 @@ pub trait Kernels: Send + Sync + 'static {
     fn gemm(
         &self,
         gemm: Gemm<Self::Real>,
-        a: Part<'_, Self::Buf>,
-        b: Part<'_, Self::Buf>,
-        bias: Option<Part<'_, Self::Buf>>,
+        a: BufSlice<'_, Self::Buf>,
+        b: BufSlice<'_, Self::Buf>,
+        bias: Option<BufSlice<'_, Self::Buf>>,
         c: PartMut<'_, Self::Buf>,
     );
     /// `y += x`, over the length of `x`.
@@ -363,7 +363,7 @@ pub trait Kernels: Send + Sync + 'static {
     // Tables.
 
     /// `y[i] = table[ids[i]]`, or adds it; rows held elsewhere read as zero.
-    fn lookup(&self, lookup: &Lookup<'_>, table: Part<'_, Self::Buf>, add: bool, y: &mut Self::Buf);
+    fn lookup(&self, lookup: &Lookup<'_>, table: BufSlice<'_, Self::Buf>, add: bool, y: &mut Self::Buf);
     /// `table[ids[i]] += dy[i]`, in the order of the rows.
     fn lookup_grad(&self, lookup: &Lookup<'_>, dy: &Self::Buf, table: PartMut<'_, Self::Buf>);
 
@@ -434,15 +434,15 @@ pub trait Kernels: Send + Sync + 'static {
 #[derive(Debug)]
 pub struct Branch<'a, B> {
     pub x: &'a B,
-    pub bias: Option<Part<'a, B>>,
+    pub bias: Option<BufSlice<'a, B>>,
     pub dropout: Option<Dropout>,
 }
 
 /// Gamma and beta.
 #[derive(Debug)]
 pub struct NormWeights<'a, B> {
-    pub gamma: Part<'a, B>,
-    pub beta: Part<'a, B>,
+    pub gamma: BufSlice<'a, B>,
+    pub beta: BufSlice<'a, B>,
     pub epsilon: f64,
 }
 
@@ -458,7 +458,7 @@ pub struct Normed<'a, B> {
 pub struct NormSaved<'a, B> {
     pub x: &'a B,
     pub stats: &'a B,
-    pub gamma: Part<'a, B>,
+    pub gamma: BufSlice<'a, B>,
 }
 
 /// What a norm's gradient leaves.
@@ -480,7 +480,7 @@ pub struct AttentionSaved<'a, B> {
 #[derive(Debug)]
 pub struct AdamWState<'a, B> {
     pub params: PartMut<'a, B>,
-    pub grads: Part<'a, B>,
+    pub grads: BufSlice<'a, B>,
     pub first: PartMut<'a, B>,
     pub second: PartMut<'a, B>,
 }
@@ -489,6 +489,6 @@ pub struct AdamWState<'a, B> {
 #[derive(Debug)]
 pub struct SgdState<'a, B> {
     pub params: PartMut<'a, B>,
-    pub grads: Part<'a, B>,
+    pub grads: BufSlice<'a, B>,
     pub velocity: PartMut<'a, B>,
 }

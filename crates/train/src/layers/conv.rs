@@ -2,7 +2,7 @@
 //!
 //! The patches of an image are nine times as large as the image, so they are made for a few samples at a time, and again for W.
 
-use crate::kernels::{Conv as Size, Gemm, Kernels, Part, PartMut, Rows};
+use crate::kernels::{BufSlice, Conv as Size, Gemm, Kernels, PartMut, Rows};
 use crate::layers::Ctx;
 use crate::parameter::{Declaration, Init, Parameters, Weight};
 
@@ -138,7 +138,7 @@ impl Conv {
             let mut patches = ctx.kernels.buffer(rows * cols);
             let start = first * (rows / size.samples) * self.outs;
             let gemm = Gemm::new(rows, cols, self.outs).b_transposed();
-            let (dy, weight) = (Part { buf: dy, start }, ctx.weight(self.weight.start));
+            let (dy, weight) = (BufSlice { buf: dy, start }, ctx.weight(self.weight.start));
             ctx.kernels.gemm(gemm, dy, weight, None, (&mut patches).into());
             ctx.kernels.patches_grad(&size, first, &patches, &mut dx);
         }
@@ -161,7 +161,7 @@ impl Conv {
             let start = first * (rows / size.samples) * self.outs;
             let gemm = Gemm::new(cols, self.outs, rows).a_transposed().added();
             let target = PartMut { buf: grads, start: self.weight.start };
-            kernels.gemm(gemm, (&patches).into(), Part { buf: dy, start }, None, target);
+            kernels.gemm(gemm, (&patches).into(), BufSlice { buf: dy, start }, None, target);
         }
         let size = Rows { rows: self.result(grid).pixels(), cols: self.outs };
         kernels.sum_rows(size, dy, PartMut { buf: grads, start: self.bias.start });

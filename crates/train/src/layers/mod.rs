@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 
 use crate::group::Group;
 use crate::kernels::random::Stream;
-use crate::kernels::{Buffer, Dropout, Kernels, Part};
+use crate::kernels::{BufSlice, Buffer, Dropout, Kernels};
 use crate::stage::{Microbatch, Recompute};
 
 /// Whether a pass learns or only looks.
@@ -43,8 +43,8 @@ pub struct Ctx<'a, K: Kernels> {
 }
 
 impl<'a, K: Kernels> Ctx<'a, K> {
-    pub fn weight(&self, start: usize) -> Part<'a, K::Buf> {
-        Part { buf: self.params, start }
+    pub fn weight(&self, start: usize) -> BufSlice<'a, K::Buf> {
+        BufSlice { buf: self.params, start }
     }
 
     /// A mask for rows of `cols` elements, of which the first is row `row` of this rank's samples; none where nothing is dropped.

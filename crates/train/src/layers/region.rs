@@ -14,7 +14,7 @@
 use std::ops::Range;
 
 use crate::group::{Group, ReduceOp, chunked};
-use crate::kernels::{Buffer, Kernels, Part, PartMut, Rows};
+use crate::kernels::{BufSlice, Buffer, Kernels, PartMut, Rows};
 use crate::layers::Ctx;
 use crate::stage::StageError;
 
@@ -95,7 +95,7 @@ impl Region {
         ctx.tp.reduce_scatter(&mut summands, &parts)?;
         let own = &parts[ctx.tp.rank()];
         let mut rows = ctx.kernels.buffer(own.len());
-        ctx.kernels.copy(Part { buf: &summands, start: own.start }, (&mut rows).into(), own.len());
+        ctx.kernels.copy(BufSlice { buf: &summands, start: own.start }, (&mut rows).into(), own.len());
         Ok(rows)
     }
 }

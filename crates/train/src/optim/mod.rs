@@ -8,9 +8,9 @@ pub mod schedule;
 
 use std::ops::Range;
 
-use crate::kernels::{AdamW, AdamWState, Buffer, Kernels, Part, PartMut, Sgd, SgdState};
+use crate::kernels::{AdamW, AdamWState, BufSlice, Buffer, Kernels, PartMut, Sgd, SgdState};
 use crate::parameter::Parameter;
-use crate::place::Place;
+use crate::stage_rank::StageRank;
 
 /// Which optimizer, with its constants.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -80,7 +80,7 @@ impl<B: Buffer> Optimizer<B> {
         kernels: &K,
         numbers: StepNumbers,
         params: PartMut<'_, B>,
-        grads: Part<'_, B>,
+        grads: BufSlice<'_, B>,
     ) {
         for (run, decays) in &self.runs {
             let params = PartMut { buf: params.buf, start: params.start };
@@ -132,7 +132,7 @@ impl OptimizerConfig {
         (numbers, step, decays): (StepNumbers, u64, bool),
         run: Range<usize>,
         params: PartMut<'_, K::Buf>,
-        grads: Part<'_, K::Buf>,
+        grads: BufSlice<'_, K::Buf>,
         moments: &mut [K::Buf],
     ) {
         let StepNumbers { learning_rate, grad_scale } = numbers;
@@ -182,7 +182,7 @@ fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 pub fn norm_piece<K: Kernels>(
     kernels: &K,
     parameters: &[Parameter],
-    place: &Place,
+    place: &StageRank,
     shard: &Range<usize>,
     grads: &K::Buf,
     elsewhere: &[&str],

@@ -8,7 +8,7 @@ fn noise(name: &str, len: usize) -> HostBuf<f64> {
 }
 
 /// A matrix split over tp, a bias that everybody has, a matrix that everybody has.
-fn parameters(place: &Place) -> Vec<Parameter> {
+fn parameters(place: &StageRank) -> Vec<Parameter> {
     let mut parameters = Parameters::new::<f64>(place);
     for (name, shape, split, decay) in
         [("a", &[6, 5][..], Some(0), true), ("b", &[7], None, false), ("c", &[3, 3], None, true)]
@@ -30,7 +30,7 @@ fn numbers(step: u64) -> StepNumbers {
 #[test]
 fn shards_together_are_the_whole() {
     let cpu = Cpu::<f64>::new(1);
-    let list = parameters(&Place::alone());
+    let list = parameters(&StageRank::alone());
     let len = list.last().unwrap().range.end;
     for config in CONFIGS {
         let mut whole = noise("p", len);
@@ -44,7 +44,7 @@ fn shards_together_are_the_whole() {
             for part in &mut parts {
                 let start = part.shard().start;
                 let params = PartMut { buf: &mut sharded, start };
-                part.step(&cpu, numbers(step), params, Part { buf: &grads, start });
+                part.step(&cpu, numbers(step), params, BufSlice { buf: &grads, start });
             }
         }
         assert_eq!(whole[..], sharded[..], "{config:?}");
@@ -57,7 +57,7 @@ fn shards_together_are_the_whole() {
 #[test]
 fn only_matrices_decay() {
     let cpu = Cpu::<f64>::new(1);
-    let list = parameters(&Place::alone());
+    let list = parameters(&StageRank::alone());
     let len = list.last().unwrap().range.end;
     for config in CONFIGS {
         let (before, mut after) = (noise("p", len), noise("p", len));
@@ -75,7 +75,7 @@ fn only_matrices_decay() {
 #[test]
 fn resumes_where_it_was() {
     let cpu = Cpu::<f64>::new(1);
-    let list = parameters(&Place::alone());
+    let list = parameters(&StageRank::alone());
     let len = list.last().unwrap().range.end;
     for config in CONFIGS {
         let (mut straight, mut broken) = (noise("p", len), noise("p", len));
@@ -100,14 +100,14 @@ fn resumes_where_it_was() {
 #[test]
 fn norm_pieces_add_up() {
     let cpu = Cpu::<f64>::new(1);
-    let alone = Place::alone();
+    let alone = StageRank::alone();
     let list = parameters(&alone);
     let whole = noise("g", list.last().unwrap().range.end);
     let wanted: f64 = whole.iter().map(|x| x * x).sum();
     for tp in 1..4 {
         let mesh: crossmesh_core::mesh::Mesh = format!("A{{tp:{tp}}}").parse().unwrap();
         let piece = |rank: usize| {
-            let place = Place::new(mesh.clone(), rank).unwrap();
+            let place = StageRank::new(mesh.clone(), rank).unwrap();
             let own = parameters(&place);
             let shard = |p: &Parameter, all: &Parameter| -> Vec<f64> {
                 let indices = crate::parameter::shard_indices(&p.layout, place.coord());

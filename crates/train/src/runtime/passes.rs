@@ -22,8 +22,8 @@ use crate::job::Job;
 use crate::kernels::Kernels as _;
 use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
-use crate::place::shard_dims;
 use crate::stage::{Microbatch, MicrobatchId, Port, Role, Stage, Value};
+use crate::stage_rank::shard_dims;
 use crate::wiring::{End, Wiring};
 
 /// A stage of this rank.

@@ -26,11 +26,11 @@ use crate::group::chunked;
 use crate::job::Update as Rule;
 use crate::kernels::cpu::HostBuf;
 use crate::kernels::scalar::Scalar;
-use crate::kernels::{Kernels as _, Part, PartMut};
+use crate::kernels::{BufSlice, Kernels as _, PartMut};
 use crate::optim::{Optimizer, StepNumbers, clip_scale, norm_piece};
 use crate::parameter::Parameter;
-use crate::place::Place;
 use crate::stage::Stage as _;
+use crate::stage_rank::StageRank;
 use crate::wiring::Wiring;
 
 /// The groups a rank is in; none where it would be alone.
@@ -75,7 +75,7 @@ struct StageUpdate<T> {
 
 /// See the module.
 pub struct Update<T> {
-    place: Place,
+    place: StageRank,
     rule: Rule,
     calls: Calls,
     groups: Groups,
@@ -104,7 +104,7 @@ pub struct Outcome {
 impl<T: Scalar + Element> Update<T> {
     pub fn new(
         rule: Rule,
-        place: Place,
+        place: StageRank,
         calls: Calls,
         groups: Groups,
         exchange: Option<(Arc<Wiring>, RankBuffers)>,
@@ -289,7 +289,7 @@ impl<T: Scalar + Element> Passes<T> {
             let update = self.update.stages.get_mut(id).ok_or("no such stage here")?;
             let start = update.optimizer.shard().start;
             let params = PartMut { buf: &mut stage.params, start };
-            update.optimizer.step(&*self.kernels, numbers, params, Part { buf: &stage.grads, start });
+            update.optimizer.step(&*self.kernels, numbers, params, BufSlice { buf: &stage.grads, start });
             let len = stage.grads.len();
             self.kernels.fill(T::ZERO, (&mut stage.grads).into(), len);
             stage.done = 0;

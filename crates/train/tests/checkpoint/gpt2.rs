@@ -13,8 +13,8 @@ use crossmesh_train::group::in_process;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
 use crossmesh_train::parameter::{Parameter, initial};
-use crossmesh_train::place::Place;
 use crossmesh_train::stage::Stage;
+use crossmesh_train::stage_rank::StageRank;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView, serialize};
 
@@ -27,7 +27,7 @@ fn config(tied: bool) -> GptConfig {
 }
 
 /// The parameters of a model on a rank.
-fn parameters(config: &GptConfig, place: &Place) -> Vec<Parameter> {
+fn parameters(config: &GptConfig, place: &StageRank) -> Vec<Parameter> {
     let model = Gpt::new(config.clone()).unwrap();
     let setup = Setup { place: place.clone(), ..Setup::alone(1, 0) };
     let group = in_process::<f32>(place.tp().size).swap_remove(place.tp().rank);
@@ -40,7 +40,7 @@ fn saved(config: &GptConfig, mesh: &str, folder: &Path) -> PathBuf {
     let mesh: Mesh = mesh.parse().unwrap();
     let store = store(folder, 1);
     let report = |position: usize| {
-        let place = Place::new(mesh.clone(), position).unwrap();
+        let place = StageRank::new(mesh.clone(), position).unwrap();
         let parameters = &parameters(config, &place);
         let values = &initial::<f32>(parameters, place.coord(), SEED);
         let moments = Moments { names: &[], values: vec![], shard: 0..0, sharding: Sharding::Replicated };
@@ -56,7 +56,7 @@ fn saved(config: &GptConfig, mesh: &str, folder: &Path) -> PathBuf {
 
 /// All parameters of a checkpoint, on one rank.
 fn loaded(config: &GptConfig, path: &Path) -> Vec<f32> {
-    let place = Place::alone();
+    let place = StageRank::alone();
     let parameters = parameters(config, &place);
     let mut values = vec![f32::NAN; parameters.last().unwrap().range.end];
     let target = StageTarget { parameters: &parameters, place: &place, values: &mut values, moments: None };
@@ -66,7 +66,7 @@ fn loaded(config: &GptConfig, path: &Path) -> Vec<f32> {
 }
 
 fn start(config: &GptConfig) -> Vec<f32> {
-    initial(&parameters(config, &Place::alone()), &[0, 0], SEED)
+    initial(&parameters(config, &StageRank::alone()), &[0, 0], SEED)
 }
 
 #[test]

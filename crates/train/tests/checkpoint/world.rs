@@ -12,7 +12,7 @@ use crossmesh_train::checkpoint::{
 };
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::parameter::{Declaration, Init, Parameter, Parameters, shard_indices};
-use crossmesh_train::place::Place;
+use crossmesh_train::stage_rank::StageRank;
 
 pub const MOMENTS: &[&str] = &["exp_avg", "exp_avg_sq"];
 
@@ -39,7 +39,7 @@ pub struct World {
 /// A rank's part of a stage.
 pub struct Held {
     pub parameters: Vec<Parameter>,
-    pub place: Place,
+    pub place: StageRank,
     pub shard: Range<usize>,
     /// Tied weights that an earlier stage saves.
     pub elsewhere: Vec<String>,
@@ -61,7 +61,7 @@ impl World {
         for (device, mesh) in self.meshes.iter().enumerate() {
             let mesh: Mesh = mesh.parse().unwrap();
             for position in 0..mesh.len() {
-                let place = Place::new(mesh.clone(), position).unwrap();
+                let place = StageRank::new(mesh.clone(), position).unwrap();
                 let stages = (0..self.stages.len()).filter(|&s| self.stages[s].0 == device);
                 ranks.push(stages.map(|s| self.held::<T>(s, &place)).collect());
             }
@@ -69,7 +69,7 @@ impl World {
         ranks
     }
 
-    fn held<T: Scalar>(&self, stage: usize, place: &Place) -> Held {
+    fn held<T: Scalar>(&self, stage: usize, place: &StageRank) -> Held {
         let mut parameters = Parameters::new::<T>(place);
         for &w in &self.stages[stage].1 {
             let Weight { name, shape, split } = &self.weights[w];

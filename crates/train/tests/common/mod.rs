@@ -13,8 +13,8 @@ use crossmesh_train::chain::{Chain, Model, Setup};
 use crossmesh_train::group::{Counted, Group, Traffic, in_process};
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::parameter::{initial, shard_indices};
-use crossmesh_train::place::Place;
 use crossmesh_train::stage::{Microbatch, MicrobatchId, Port, Recompute, Role, Stage, Value, connect};
+use crossmesh_train::stage_rank::StageRank;
 
 pub type Buf = HostBuf<f64>;
 
@@ -71,7 +71,7 @@ pub struct Outcome {
 struct RankStage {
     chain: Chain<Cpu<f64>>,
     group: Arc<Counted<Buf>>,
-    place: Place,
+    place: StageRank,
     params: Buf,
     grads: Buf,
 }
@@ -103,10 +103,10 @@ pub fn run(model: &(dyn Model<Cpu<f64>> + Sync), job: &Job, batch: &[BTreeMap<St
 
 fn ranks(model: &dyn Model<Cpu<f64>>, job: &Job, spec: &StageSpec) -> Vec<RankStage> {
     let mesh: Mesh = spec.mesh.parse().unwrap();
-    let places: Vec<Place> = (0..mesh.len()).map(|p| Place::new(mesh.clone(), p).unwrap()).collect();
+    let places: Vec<StageRank> = (0..mesh.len()).map(|p| StageRank::new(mesh.clone(), p).unwrap()).collect();
     let rows = places[0].dp().size;
     let groups: Vec<_> = (0..rows).map(|_| in_process::<f64>(places[0].tp().size)).collect();
-    let rank = |place: Place| {
+    let rank = |place: StageRank| {
         let group = Arc::new(Counted::new(Arc::clone(&groups[place.dp().rank][place.tp().rank])));
         let setup = Setup {
             place: place.clone(),
@@ -234,7 +234,7 @@ fn check_bytes(stages: &[Vec<RankStage>], job: &Job, microbatches: usize) {
 }
 
 /// A rank's shard of a whole tensor.
-fn cut(whole: &Whole, layout: &Layout, place: &Place) -> Value<Buf> {
+fn cut(whole: &Whole, layout: &Layout, place: &StageRank) -> Value<Buf> {
     let indices = shard_indices(layout, place.coord());
     match whole {
         Whole::Real(x) => Value::Real(indices.iter().map(|&i| x[i as usize]).collect::<Vec<_>>().into()),

@@ -37,7 +37,7 @@ mod pool;
 use calls::{Bytes, Request};
 pub use calls::{Mpi, MpiError};
 pub use meeting::OverMpi;
-use pool::{Pool, Way};
+use pool::{Heading, Pool};
 
 /// Headers, with short payloads behind them.
 const HEAD_TAG: i32 = 1;
@@ -180,7 +180,7 @@ impl MpiLink {
         let (bytes, crc, packed) = match Bytes::in_place(from, part.clone()) {
             Some(bytes) => (bytes, from.checksum(part.clone(), 0), false),
             None => {
-                let mut buffer = self.pool.take(Way::Out, len);
+                let mut buffer = self.pool.take(Heading::Out, len);
                 from.pack(part.clone(), &mut buffer);
                 let crc = checksum::crc32c(&buffer);
                 (Bytes::Owned(buffer), crc, true)
@@ -263,8 +263,8 @@ impl MpiLink {
             };
             let bytes = match straight {
                 Some(bytes) => bytes,
-                None if self.pool.has_room(Way::In) => {
-                    let mut buffer = self.pool.take(Way::In, len);
+                None if self.pool.has_room(Heading::In) => {
+                    let mut buffer = self.pool.take(Heading::In, len);
                     buffer.resize(len as usize, 0);
                     Bytes::Owned(buffer)
                 }
@@ -294,7 +294,7 @@ impl MpiLink {
                         Bytes::Owned(buffer) => {
                             header.check_payload(checksum::crc32c(&buffer))?;
                             place.unpack(header.offset, &buffer, arriving.expected.combine);
-                            self.pool.give_back(Way::In, u64::from(header.len), buffer);
+                            self.pool.give_back(Heading::In, u64::from(header.len), buffer);
                         }
                     }
                 }
@@ -341,7 +341,7 @@ impl Link for MpiLink {
 
     fn has_room(&self) -> bool {
         let few = self.data_bytes < ROOM_BYTES || self.data_parts < ROOM_PARTS;
-        few && self.pool.has_room(Way::Out)
+        few && self.pool.has_room(Heading::Out)
     }
 
     fn part_bytes(&self, chunk_bytes: u64) -> u64 {
@@ -384,7 +384,7 @@ impl Link for MpiLink {
             self.data_bytes -= done.data_bytes;
             self.data_parts -= usize::from(done.data_bytes > 0);
             if let (Bytes::Owned(buffer), true) = (bytes, done.packed) {
-                self.pool.give_back(Way::Out, done.data_bytes, buffer);
+                self.pool.give_back(Heading::Out, done.data_bytes, buffer);
             }
             events.extend(done.sent);
         }

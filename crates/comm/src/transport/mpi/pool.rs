@@ -11,7 +11,7 @@ const KEPT: usize = 4;
 
 /// Which way a payload goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum Heading {
     Out,
     In,
 }
@@ -33,12 +33,12 @@ impl Pool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn has_room(&self, way: Way) -> bool {
+    pub fn has_room(&self, way: Heading) -> bool {
         self.state().used[way as usize] < BUDGET_BYTES
     }
 
     /// An empty buffer, for a payload of `len` bytes.
-    pub fn take(&self, way: Way, len: u64) -> Vec<u8> {
+    pub fn take(&self, way: Heading, len: u64) -> Vec<u8> {
         let mut state = self.state();
         state.used[way as usize] += len;
         let mut buffer = state.free.pop().unwrap_or_default();
@@ -47,7 +47,7 @@ impl Pool {
     }
 
     /// The payload of `len` bytes has been dealt with.
-    pub fn give_back(&self, way: Way, len: u64, buffer: Vec<u8>) {
+    pub fn give_back(&self, way: Heading, len: u64, buffer: Vec<u8>) {
         let mut state = self.state();
         state.used[way as usize] -= len;
         if state.free.len() < KEPT {
@@ -63,9 +63,9 @@ mod tests {
     #[test]
     fn what_is_in_use_is_bounded_each_way() {
         let pool = Pool::default();
-        let taken: Vec<_> = (0..4).map(|_| pool.take(Way::Out, BUDGET_BYTES / 4)).collect();
-        assert!(!pool.has_room(Way::Out) && pool.has_room(Way::In));
-        taken.into_iter().for_each(|buffer| pool.give_back(Way::Out, BUDGET_BYTES / 4, buffer));
-        assert!(pool.has_room(Way::Out));
+        let taken: Vec<_> = (0..4).map(|_| pool.take(Heading::Out, BUDGET_BYTES / 4)).collect();
+        assert!(!pool.has_room(Heading::Out) && pool.has_room(Heading::In));
+        taken.into_iter().for_each(|buffer| pool.give_back(Heading::Out, BUDGET_BYTES / 4, buffer));
+        assert!(pool.has_room(Heading::Out));
     }
 }

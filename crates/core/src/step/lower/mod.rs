@@ -29,7 +29,7 @@ use rank_ops::{RankOps, done};
 
 /// A part of a pass; `OpKind::Compute { pass, .. }` is an index into [`StepProgram::parts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Part {
+pub struct PassPart {
     pub pass: Pass,
     pub part: u32,
     pub of: u32,
@@ -56,7 +56,7 @@ pub struct Instance {
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepProgram {
     pub program: Verified,
-    pub parts: Vec<Part>,
+    pub parts: Vec<PassPart>,
     pub instances: Vec<Instance>,
     /// By tensor of the program: the instance that it crosses in first. The last tensor, of passes and of the words with which
     /// ranks begin them together, crosses in none.
@@ -155,7 +155,7 @@ fn kept(schedule: &Schedule, stage: StageId) -> u32 {
 /// A step whose program is yet to be proven.
 struct Built {
     program: Program,
-    parts: Vec<Part>,
+    parts: Vec<PassPart>,
     instances: Vec<Instance>,
     instance_of: Vec<u32>,
     buffers: Vec<[u32; 2]>,
@@ -194,7 +194,7 @@ struct Builder<'a> {
     lowered: &'a [[Program; 2]],
     buffers: Vec<[u32; 2]>,
     ranks: Vec<RankOps>,
-    parts: Vec<Part>,
+    parts: Vec<PassPart>,
     instances: Vec<Instance>,
     /// By instance, then rank.
     ends: Vec<BTreeMap<Rank, Ends>>,
@@ -381,7 +381,7 @@ impl<'a> Builder<'a> {
             let until = |share: f64| (share * total as f64).round() as u64;
             let nanos = until(cut[1]) - until(cut[0]);
             let id = self.parts.len() as u32;
-            self.parts.push(Part { pass, part, of });
+            self.parts.push(PassPart { pass, part, of });
             let ranks = step.ranks_of(device);
             let mut needs: Vec<(Vec<u32>, Vec<u32>)> =
                 ranks.iter().map(|r| self.needs_of_part(pass, *r, cut, part + 1 == of)).collect();

@@ -19,7 +19,7 @@ use super::{HEAD, PREFIX, foreign, model_json, parameters};
 use crate::kernels::scalar::Scalar;
 use crate::models::gpt::{Gpt, GptConfig};
 use crate::parameter::Parameter;
-use crate::place::Place;
+use crate::stage_rank::StageRank;
 
 /// What was read, and where it is now.
 #[derive(Debug, Clone, PartialEq)]
@@ -59,7 +59,7 @@ pub fn import<T: Scalar>(
     for parameter in &parameters {
         foreign.read(parameter, &mut values[parameter.range.clone()])?;
     }
-    let place = Place::alone();
+    let place = StageRank::alone();
     let moments = Moments { names: &[], values: vec![], shard: 0..0, sharding: Sharding::Replicated };
     let state =
         StageState { parameters: &parameters, place: &place, values: &values, moments, elsewhere: &[] };

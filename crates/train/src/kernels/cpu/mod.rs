@@ -27,9 +27,9 @@ use threads::Threads;
 
 use super::scalar::Scalar;
 use super::{
-    Activation, AdamW, AdamWState, Attention, AttentionSaved, Branch, Classes, Conv, Dropout, Gemm,
-    GroupNorm, Images, Kernels, Lookup, NormGrad, NormSaved, NormWeights, Normed, Order, Part, PartMut,
-    Projected, ProjectedMut, Rows, Sgd, SgdState,
+    Activation, AdamW, AdamWState, Attention, AttentionSaved, Branch, BufSlice, Classes, Conv, Dropout, Gemm,
+    GroupNorm, Images, Kernels, Lookup, NormGrad, NormSaved, NormWeights, Normed, Order, PartMut, Projected,
+    ProjectedMut, Rows, Sgd, SgdState,
 };
 
 /// The processor, with a number of threads and buffers to use again.
@@ -71,7 +71,7 @@ impl<T: Scalar> Cpu<T> {
     }
 }
 
-fn at<'a, T>(part: Part<'a, HostBuf<T>>) -> &'a [T] {
+fn at<'a, T>(part: BufSlice<'a, HostBuf<T>>) -> &'a [T] {
     &part.buf[part.start..]
 }
 
@@ -105,7 +105,7 @@ impl<T: Scalar> Kernels for Cpu<T> {
         buf.to_vec()
     }
 
-    fn copy(&self, from: Part<'_, HostBuf<T>>, to: PartMut<'_, HostBuf<T>>, len: usize) {
+    fn copy(&self, from: BufSlice<'_, HostBuf<T>>, to: PartMut<'_, HostBuf<T>>, len: usize) {
         at_mut(to)[..len].copy_from_slice(&at(from)[..len]);
     }
 
@@ -116,9 +116,9 @@ impl<T: Scalar> Kernels for Cpu<T> {
     fn gemm(
         &self,
         gemm: Gemm<T>,
-        a: Part<'_, HostBuf<T>>,
-        b: Part<'_, HostBuf<T>>,
-        bias: Option<Part<'_, HostBuf<T>>>,
+        a: BufSlice<'_, HostBuf<T>>,
+        b: BufSlice<'_, HostBuf<T>>,
+        bias: Option<BufSlice<'_, HostBuf<T>>>,
         c: PartMut<'_, HostBuf<T>>,
     ) {
         let Gemm { m, n, k, alpha, beta, .. } = gemm;
@@ -191,7 +191,7 @@ impl<T: Scalar> Kernels for Cpu<T> {
         self.norm_groups_grad(size, saved, dy, out);
     }
 
-    fn lookup(&self, lookup: &Lookup<'_>, table: Part<'_, HostBuf<T>>, add: bool, y: &mut HostBuf<T>) {
+    fn lookup(&self, lookup: &Lookup<'_>, table: BufSlice<'_, HostBuf<T>>, add: bool, y: &mut HostBuf<T>) {
         self.look_up(lookup, at(table), add, y);
     }
 

@@ -127,7 +127,7 @@ impl<T: Scalar> Cpu<T> {
 }
 
 fn affine<'a, T>(weights: &NormWeights<'a, HostBuf<T>>, cols: usize) -> (&'a [T], &'a [T]) {
-    let part = |p: crate::kernels::Part<'a, HostBuf<T>>| &p.buf[p.start..][..cols];
+    let part = |p: crate::kernels::BufSlice<'a, HostBuf<T>>| &p.buf[p.start..][..cols];
     (part(weights.gamma), part(weights.beta))
 }
 

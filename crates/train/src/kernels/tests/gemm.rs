@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::{assert_close, cpu, noise};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::scalar::Scalar;
-use crate::kernels::{Gemm, Kernels, Order, Part, PartMut};
+use crate::kernels::{BufSlice, Gemm, Kernels, Order, PartMut};
 
 /// Three loops.
 fn naive(g: &Gemm<f64>, a: &[f64], b: &[f64], bias: Option<&[f64]>, c: &mut [f64]) {
@@ -27,7 +27,7 @@ fn run<T: Scalar>(cpu: &Cpu<T>, g: &Gemm<f64>, inputs: [&[f64]; 4], biased: bool
     let (alpha, beta) = (T::from_f64(g.alpha), T::from_f64(g.beta));
     let g = Gemm { m, n, k, a: a_order, b: b_order, alpha, beta };
     // Operands that start within a buffer, as weights do.
-    let (a, b) = (Part { buf: &a, start: 1 }, Part { buf: &b, start: 2 });
+    let (a, b) = (BufSlice { buf: &a, start: 1 }, BufSlice { buf: &b, start: 2 });
     cpu.gemm(g, a, b, biased.then_some((&bias).into()), PartMut { buf: &mut c, start: 3 });
     cpu.download(&c).into_iter().map(T::to_f64).collect()
 }

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::{assert_close, assert_gradient, buf, cpu, dot, noise};
-use crate::kernels::{GroupNorm, Kernels, NormGrad, NormSaved, NormWeights, Normed, Part, Rows};
+use crate::kernels::{BufSlice, GroupNorm, Kernels, NormGrad, NormSaved, NormWeights, Normed, Rows};
 
 const EPSILON: f64 = 1e-3;
 
@@ -79,7 +79,8 @@ fn check(kind: Kind, with_residual: bool, differences: bool) {
     let weights = noise("weights", 1 + 2 * channels);
     let (gamma, beta) = (weights[1..=channels].to_vec(), weights[1 + channels..].to_vec());
     let (flat, xs) = (buf(&cpu, &weights), buf(&cpu, &x));
-    let (gamma_part, beta_part) = (Part { buf: &flat, start: 1 }, Part { buf: &flat, start: 1 + channels });
+    let (gamma_part, beta_part) =
+        (BufSlice { buf: &flat, start: 1 }, BufSlice { buf: &flat, start: 1 + channels });
     let (mut y, mut stats) = (cpu.buffer(len), cpu.buffer(kind.stats()));
     let norm = NormWeights { gamma: gamma_part, beta: beta_part, epsilon: EPSILON };
     let out = Normed { y: &mut y, stats: &mut stats };

@@ -95,7 +95,7 @@ fn residuals_take_bias_and_mask() {
             })
             .collect();
         let (branch, bias) = (buf(&cpu, &branch), buf(&cpu, &bias));
-        let bias = with_bias.then_some(crate::kernels::Part { buf: &bias, start: 3 });
+        let bias = with_bias.then_some(crate::kernels::BufSlice { buf: &bias, start: 3 });
         let branch = Branch { x: &branch, bias, dropout: with_mask.then_some(dropout) };
         let mut y = cpu.buffer(size.len());
         cpu.residual(size, &buf(&cpu, &x), branch, &mut y);

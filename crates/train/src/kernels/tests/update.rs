@@ -1,7 +1,7 @@
 //! Optimizers' arithmetic, element by element.
 
 use super::{assert_close, buf, cpu, noise};
-use crate::kernels::{AdamW, AdamWState, Kernels, Part, PartMut, Sgd, SgdState};
+use crate::kernels::{AdamW, AdamWState, BufSlice, Kernels, PartMut, Sgd, SgdState};
 
 #[test]
 fn adamw_follows_its_paper() {
@@ -22,7 +22,7 @@ fn adamw_follows_its_paper() {
         };
         let state = AdamWState {
             params: (&mut params).into(),
-            grads: Part { buf: &buf(&cpu, &g), start: 3 },
+            grads: BufSlice { buf: &buf(&cpu, &g), start: 3 },
             first: (&mut first).into(),
             second: (&mut second).into(),
         };
@@ -53,7 +53,7 @@ fn sgd_keeps_its_momentum() {
     for _ in 0..3 {
         let state = SgdState {
             params: PartMut { buf: &mut params, start: 1 },
-            grads: Part { buf: &buf(&cpu, &g), start: 1 },
+            grads: BufSlice { buf: &buf(&cpu, &g), start: 1 },
             velocity: PartMut { buf: &mut velocity, start: 1 },
         };
         cpu.sgd(&step, 0..30, state);

@@ -61,7 +61,7 @@ impl Pair {
 }
 
 /// Where a unit of a level stands.
-pub struct Place<'a> {
+pub struct LevelUnit<'a> {
     pub name: &'a str,
     pub block: usize,
     pub level: usize,
@@ -70,7 +70,7 @@ pub struct Place<'a> {
     pub grid: Grid,
 }
 
-impl Place<'_> {
+impl LevelUnit<'_> {
     /// A residual block, which gets a skip's channels too, and the level's transformer.
     fn pair(
         &self,
@@ -100,7 +100,7 @@ pub struct Down {
 impl Down {
     pub fn new(
         config: &UnetConfig,
-        place: Place<'_>,
+        place: LevelUnit<'_>,
         skip: usize,
         setup: &Setup,
         parameters: &mut Parameters<'_>,
@@ -158,7 +158,7 @@ pub struct Up {
 impl Up {
     pub fn new(
         config: &UnetConfig,
-        place: Place<'_>,
+        place: LevelUnit<'_>,
         (skip, skip_ins): (usize, usize),
         setup: &Setup,
         parameters: &mut Parameters<'_>,

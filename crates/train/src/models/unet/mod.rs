@@ -304,7 +304,7 @@ impl<K: Kernels> Model<K> for Unet {
             Piece::Stem => Box::new(ends::Stem::new(config, grid(0), parameters)),
             Piece::Down { level, block, ins, skip } => {
                 let name = format!("down_blocks.{level}");
-                let place = level::Place { name: &name, block, level, ins, grid: grid(level) };
+                let place = level::LevelUnit { name: &name, block, level, ins, grid: grid(level) };
                 Box::new(level::Down::new(config, place, skip, setup, parameters))
             }
             Piece::Shrink { level, skip } => {
@@ -316,7 +316,7 @@ impl<K: Kernels> Model<K> for Unet {
             }
             Piece::Up { level, block, ins, skip, skip_ins } => {
                 let name = format!("up_blocks.{level}");
-                let place = level::Place { name: &name, block, level, ins, grid: grid(level) };
+                let place = level::LevelUnit { name: &name, block, level, ins, grid: grid(level) };
                 Box::new(level::Up::new(config, place, (skip, skip_ins), setup, parameters))
             }
             Piece::Grow { level } => Box::new(sample::Grow::new(config, level, grid(level), parameters)),

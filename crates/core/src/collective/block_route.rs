@@ -1,4 +1,4 @@
-//! The way of one block: where its parts are added up, and who passes the sum on to whom.
+//! The route of one block: where its parts are added up, and who passes the sum on to whom.
 //!
 //! A station is a rank that combines its own part with what other stations send it, in the order of its inputs, and
 //! sends the result to one of the stations behind it. The last station has the whole sum, and from there it spreads:
@@ -31,12 +31,12 @@ pub(super) struct Station {
 
 /// See the module.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct Way {
+pub(super) struct BlockRoute {
     pub stations: Vec<Station>,
     pub spread: Vec<(Rank, Rank)>,
 }
 
-impl Way {
+impl BlockRoute {
     /// Adds a station behind the others; answers its place.
     pub fn add(&mut self, rank: Rank, inputs: Vec<Input>) -> usize {
         self.stations.push(Station { rank, inputs });
@@ -50,7 +50,7 @@ impl Way {
 }
 
 /// Writes one block's way into a plan.
-pub(super) fn write(plan: &mut Plan, tensor: u32, region: RegionId, way: &Way) {
+pub(super) fn write(plan: &mut Plan, tensor: u32, region: RegionId, way: &BlockRoute) {
     let mut arrivals: Vec<Vec<TransferId>> = vec![vec![]; way.stations.len()];
     // By rank: who reads what it has added up so far.
     let mut read_by: FxHashMap<Rank, TransferId> = FxHashMap::default();

@@ -11,7 +11,7 @@ use crossmesh_core::mesh::Mesh;
 
 /// A mesh that no stage can live on.
 #[derive(Debug, thiserror::Error)]
-pub enum PlaceError {
+pub enum StageRankError {
     #[error(
         "mesh {mesh} has an axis `{axis}`\nhint: a stage's mesh has the axes `dp` and `tp`, or one of them"
     )]
@@ -37,21 +37,21 @@ impl Along {
 
 /// A rank of a stage.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct StageRank {
     mesh: Mesh,
     coord: Vec<u32>,
     dp: Along,
     tp: Along,
 }
 
-impl Place {
+impl StageRank {
     /// The rank at `position` of a mesh, row-major.
-    pub fn new(mesh: Mesh, position: usize) -> Result<Self, PlaceError> {
+    pub fn new(mesh: Mesh, position: usize) -> Result<Self, StageRankError> {
         if let Some(axis) = mesh.axes().iter().find(|a| !["dp", "tp"].contains(&a.name.as_str())) {
-            return Err(PlaceError::Axis { axis: axis.name.clone(), mesh });
+            return Err(StageRankError::Axis { axis: axis.name.clone(), mesh });
         }
         if position >= mesh.len() {
-            return Err(PlaceError::Position { position, len: mesh.len(), mesh });
+            return Err(StageRankError::Position { position, len: mesh.len(), mesh });
         }
         let coord = mesh.coord(position);
         let along = |name: &str| match mesh.axis_index(name) {
@@ -182,8 +182,8 @@ pub fn shard_dims(layout: &Layout, coord: &[u32]) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    fn place(mesh: &str, position: usize) -> Place {
-        Place::new(mesh.parse().unwrap(), position).unwrap()
+    fn place(mesh: &str, position: usize) -> StageRank {
+        StageRank::new(mesh.parse().unwrap(), position).unwrap()
     }
 
     #[test]
@@ -225,9 +225,9 @@ mod tests {
 
     #[test]
     fn refuses_other_axes_and_positions() {
-        let error = Place::new("A{ep:2}".parse().unwrap(), 0).unwrap_err();
+        let error = StageRank::new("A{ep:2}".parse().unwrap(), 0).unwrap_err();
         assert!(error.to_string().contains("axis `ep`"), "{error}");
-        let error = Place::new("A{dp:2}".parse().unwrap(), 2).unwrap_err();
+        let error = StageRank::new("A{dp:2}".parse().unwrap(), 2).unwrap_err();
         assert!(error.to_string().contains("no position 2"), "{error}");
     }
 }
