@@ -169,7 +169,12 @@ fn cargo(args: &[&str]) -> Result<()> {
 
 fn cargo_with(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
     eprintln!("== cargo {}", args.join(" "));
-    let status = Command::new(cargo_path())
+    let mut command = Command::new(cargo_path());
+    if std::env::var_os("CI").is_some() {
+        // Built once and thrown away: what a next build could reuse would only take disk.
+        command.env("CARGO_INCREMENTAL", "0");
+    }
+    let status = command
         .args(args)
         .envs(env.iter().copied())
         .current_dir(root())
