@@ -25,6 +25,7 @@ pub mod plan;
 pub mod problem;
 pub mod sendrecv;
 pub mod shards;
+mod shares;
 pub mod strategy;
 #[cfg(test)]
 mod testing;

@@ -9,6 +9,7 @@ use crate::mesh::{Mesh, RankList};
 use crate::region::Region;
 
 use super::coverage;
+use super::shares::shares;
 
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -21,9 +22,9 @@ pub enum PlanError {
     #[error("source and destination differ in shape: {src} and {dst}")]
     ShapeDiffers { src: String, dst: String },
     #[error(
-        "a destination cannot be a partial sum: {dst}\nhint: name the layout in which the whole values are wanted"
+        "a destination of parts that {src} does not have: {dst}\n  {why}\nhint: as many parts as the source has, or a number that divides them; or name the layout in which whole values are wanted"
     )]
-    PartialDestination { dst: String },
+    PartialDestination { src: String, dst: String, why: String },
     #[error(
         "mesh `{name}` is given twice with different axes or ranks: {first} and {second}\nhint: use two names for two meshes"
     )]
@@ -121,7 +122,7 @@ impl Problem {
     }
 
     /// Places every mesh: meshes of one name are one mesh, and a mesh takes the next free ranks unless it lists its
-    /// own.
+    /// own. A tensor whose destination is a partial sum becomes a tensor for every part of it.
     pub fn new(pairs: Vec<(String, Layout, Layout)>, hosts: Hosts) -> Result<Self, PlanError> {
         if pairs.is_empty() {
             return Err(PlanError::NoTensors);
@@ -135,8 +136,16 @@ impl Problem {
         for (name, src, dst) in pairs {
             let src = placer.place(src)?;
             let dst = placer.place(dst)?;
-            coverage::check(&src, &dst)?;
-            reshards.push(Reshard { name, src, dst });
+            if dst.layout.partial().is_none() {
+                coverage::check(&src, &dst)?;
+                reshards.push(Reshard { name, src, dst });
+                continue;
+            }
+            for (name, src, dst) in shares(&name, &src, &dst)? {
+                let (src, dst) = (placer.place(src)?, placer.place(dst)?);
+                coverage::check(&src, &dst)?;
+                reshards.push(Reshard { name, src, dst });
+            }
         }
         let cluster = placer.cluster;
         let topology = Topology::new(&cluster);
@@ -178,9 +187,6 @@ fn check_pair(src: &Layout, dst: &Layout) -> Result<(), PlanError> {
     if src.dtype() != dst.dtype() {
         let (src, dst) = texts();
         return Err(PlanError::DTypeDiffers { src, dst });
-    }
-    if dst.partial().is_some() {
-        return Err(PlanError::PartialDestination { dst: dst.summary() });
     }
     Ok(())
 }
@@ -295,6 +301,34 @@ mod tests {
         ));
         assert!(matches!(fails("f32[8]@A{tp:4}(tp)", "f32[8]@A{tp:2}(tp)"), PlanError::MeshRedefined { .. }));
         assert!(matches!(fails("f32[8]@A{tp:4}(tp)", "f32[8]@B{tp:2}=8-9(tp)"), PlanError::RankGap { .. }));
+    }
+
+    #[test]
+    fn a_partial_destination_is_a_tensor_for_every_part() {
+        let shown = |src, dst| -> Vec<String> {
+            let of = |r: &Reshard| format!("{}: {} -> {}", r.name, r.src.layout, r.dst.layout);
+            problem(src, dst).unwrap().reshards.iter().map(of).collect()
+        };
+        assert_eq!(
+            shown("f32[8]@A{x:2,d:4}(x | sum d)", "f32[8]@B{d:2}(_ | sum d)"),
+            [
+                "part 0 of 2: f32[8]@A_d0to1{x:2,d:2}=0-1,4-5(x | sum d) -> f32[8]@B_d0{d:1}=8(_)",
+                "part 1 of 2: f32[8]@A_d2to3{x:2,d:2}=2-3,6-7(x | sum d) -> f32[8]@B_d1{d:1}=9(_)"
+            ]
+        );
+        // As many parts: nothing is added up. Two axes on one side, one on the other.
+        let same = shown("f32[8]@A{d:2,e:2}(_ | max d+e)", "f32[8]@B{d:4}(_ | max d)");
+        assert_eq!(same.len(), 4);
+        assert_eq!(same[2], "part 2 of 4: f32[8]@A_d1_e0{d:1,e:1}=2(_) -> f32[8]@B_d2{d:1}=6(_)");
+        // One part is the whole.
+        assert_eq!(
+            shown("f32[8]@A{d:2}(_)", "f32[8]@B{d:1}(_ | sum d)"),
+            [": f32[8]@A{d:2}=0-1(_) -> f32[8]@B{d:1}=2(_)"]
+        );
+        let refused = |src, dst| matches!(problem(src, dst), Err(PlanError::PartialDestination { .. }));
+        assert!(refused("f32[8]@A{d:2}(_ | sum d)", "f32[8]@B{d:4}(_ | sum d)"));
+        assert!(refused("f32[8]@A{d:4}(_ | sum d)", "f32[8]@B{d:3}(_ | sum d)"));
+        assert!(refused("f32[8]@A{d:4}(_ | sum d)", "f32[8]@B{d:2}(_ | max d)"));
     }
 
     #[test]
