@@ -21,6 +21,7 @@ use crossmesh_comm::environment::TRANSPORT_VARIABLE;
 use crossmesh_comm::environment::{
     Flags, Place, Transport, Variables, host_name, job_name, launcher, place, transport, variables,
 };
+use crossmesh_comm::protect::Protect;
 use crossmesh_comm::rendezvous::{Meeting, OverSockets, RendezvousError};
 use crossmesh_core::id::Rank;
 
@@ -96,6 +97,10 @@ fn check_world(work: &Work<'_>, world: u32, launcher: &str, spare_ranks: bool) -
 /// Meets the other ranks. A world that does not fit is noticed before anybody waits for anybody.
 fn join(variables: &Variables, work: &Work<'_>, options: &RunOptions) -> Result<Joined> {
     match transport(variables, cfg!(feature = "mpi"))? {
+        Transport::Mpi if options.protect != Protect::None => bail!(
+            "frames over MPI cannot be protected, and --protect {} was asked for\nhint: CROSSMESH_TRANSPORT=sockets, or a network that MPI may trust",
+            options.protect
+        ),
         Transport::Mpi => join_mpi(variables, options),
         Transport::Sockets => {
             let place = place(&Flags::default(), variables)?;
@@ -113,7 +118,7 @@ fn join_sockets(
 ) -> Result<Joined> {
     answer_if_first(place.rank);
     let ending = Ending::new(|_| {});
-    let secret = secret(&place, variables)?;
+    let secret = secret(&place, variables)?.protecting(options.protect);
     let patience = patience(Deadline::after(options.arrive), deadline_ms);
     let roster = (0..place.world).map(Rank).collect();
     let (host, on_abort) = (host_name(variables), ending.on_abort());

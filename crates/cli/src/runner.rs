@@ -12,6 +12,7 @@ use crossmesh_comm::clock::{Moment, by_one_clock};
 use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
+use crossmesh_comm::protect::{PROTECT_VARIABLE, Protect};
 use crossmesh_comm::rendezvous::Abort;
 use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::cluster::{Cluster, Topology};
@@ -52,6 +53,7 @@ pub struct RunOptions {
     pub standalone: bool,
     /// A job may have more ranks than the plan.
     pub spare_ranks: bool,
+    pub protect: Protect,
 }
 
 impl RunOptions {
@@ -291,6 +293,7 @@ fn process(
     };
     let mut env = place.to_variables();
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
+    env.insert(PROTECT_VARIABLE.into(), options.protect.to_string());
     env.insert(HOST_VARIABLE.into(), host.to_string());
     let document = folder.join("work.json").display().to_string();
     let mut args = vec!["rank".to_string(), work.task.flag().into(), document];

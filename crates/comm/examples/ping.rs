@@ -16,6 +16,7 @@ use crossmesh_comm::collectives::{Buffer, CallError, Collectives, GroupId};
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{Engine, EngineOptions};
 use crossmesh_comm::environment::{Flags, host_name, place, variables};
+use crossmesh_comm::protect::Protect;
 use crossmesh_comm::rendezvous::{Meeting, OverSockets, Patience};
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::collective::CollectiveOptions;
@@ -76,6 +77,7 @@ fn join() -> Result<(Collectives, OverSockets), Box<dyn Error>> {
     }
     let me = place.rank;
     let secret = Secret::from_variables(&variables)?.ok_or("no secret was given to this rank")?;
+    let secret = secret.protecting(Protect::from_variables(&variables)?);
     let soon = || Deadline::after(Duration::from_secs(20));
     let (silence, barrier) = (Duration::from_secs(10), Duration::from_secs(20));
     let patience = Patience { arrive: soon(), silence, barrier };

@@ -1,6 +1,7 @@
 //! How fast two ranks of one machine are: `cargo run --release -p crossmesh-comm --example speed -- tcp 256`.
 //!
-//! Threads as ranks over the transport named first (mem, tcp or shm), a tensor of as many MiB as named second; the
+//! Threads as ranks over the transport named first (mem, tcp, shm; sign or encrypt: tcp with
+//! its frames protected), a tensor of as many MiB as named second; the
 //! third argument splits it into that many tensors.
 #![allow(clippy::print_stdout)]
 
@@ -16,6 +17,8 @@ fn main() {
     let kind = match args.first().map(String::as_str) {
         Some("mem") => Kind::Mem,
         Some("shm") => Kind::Shm,
+        Some("sign") => Kind::Signed,
+        Some("encrypt") => Kind::Encrypted,
         _ => Kind::Tcp,
     };
     let mib: u64 = args.get(1).and_then(|a| a.parse().ok()).unwrap_or(256);

@@ -10,7 +10,8 @@
 //!
 //! All four have a fixed size, so nothing a stranger says is read beyond it. The secret itself never travels. A proof
 //! covers every byte of hello and challenge and the side it comes from: it cannot be replayed, nor sent back to its
-//! maker. What follows on the connection is neither encrypted nor signed; a network that is not trusted wants a tunnel.
+//! maker. Both sides say how they protect their frames, and have to agree; the keys for that come out of the same handshake
+//! ([`crate::protect`]).
 
 use std::fmt;
 
@@ -18,6 +19,7 @@ use crossmesh_core::id::Rank;
 
 use crate::deadline::{Deadline, Stream, StreamError, read_exact_by, write_all_by};
 use crate::environment::{JobName, Variables};
+use crate::protect::{Protect, Session, Side};
 
 /// The version of everything that travels between ranks. Both sides must have the same.
 pub const WIRE_VERSION: u16 = 1;
@@ -27,6 +29,8 @@ const HELLO_BYTES: usize = 52;
 const CHALLENGE_BYTES: usize = 44;
 const PROOF_BYTES: usize = 32;
 const VERDICT_BYTES: usize = 36;
+/// Where hello and challenge say how frames are protected.
+const PROTECT_AT: usize = 11;
 /// A guess at fewer bytes than this is too easy.
 const SHORTEST_SECRET: usize = 16;
 
@@ -35,14 +39,19 @@ pub const SECRET_VARIABLE: &str = "CROSSMESH_SECRET";
 /// The variable that names a file with it.
 pub const SECRET_FILE_VARIABLE: &str = "CROSSMESH_SECRET_FILE";
 
-/// What a job's processes know and others do not. It is never printed.
+/// What a job's processes know and others do not, and how they protect their connections by it. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Secret([u8; 32]);
+pub struct Secret([u8; 32], Protect);
 
 impl Secret {
     /// A new one, from the system's randomness.
     pub fn generate() -> Result<Self, AuthError> {
-        Ok(Self(random_bytes()?))
+        Ok(Self(random_bytes()?, Protect::None))
+    }
+
+    /// The same secret, for connections that are protected by it.
+    pub fn protecting(self, protect: Protect) -> Self {
+        Self(self.0, protect)
     }
 
     /// From what a person, a file or the environment gave: at least 16 bytes; blanks around it do not count.
@@ -52,8 +61,11 @@ impl Secret {
             return Err(AuthError::ShortSecret { len: text.len(), least: SHORTEST_SECRET });
         }
         Ok(match decode_hex(text) {
-            Some(key) => Self(key),
-            None => Self(blake3::derive_key("crossmesh 1 job secret from text", text.as_bytes())),
+            Some(key) => Self(key, Protect::None),
+            None => {
+                let key = blake3::derive_key("crossmesh 1 job secret from text", text.as_bytes());
+                Self(key, Protect::None)
+            }
         })
     }
 
@@ -72,7 +84,8 @@ impl Secret {
     /// The secret of a job that was given none: made of its launcher's name for it. It keeps jobs apart; whether it
     /// keeps strangers out depends on the name.
     pub fn of_job(name: &JobName) -> Self {
-        Self(blake3::derive_key("crossmesh 1 job secret from the launcher's name", name.text.as_bytes()))
+        let context = "crossmesh 1 job secret from the launcher's name";
+        Self(blake3::derive_key(context, name.text.as_bytes()), Protect::None)
     }
 
     /// The form that is handed to the processes of a job, in their environment.
@@ -84,6 +97,11 @@ impl Secret {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         hasher.update(side.as_bytes()).update(&[0]).update(transcript);
         hasher.finalize()
+    }
+
+    /// What a connection's two ends know once both have proven themselves.
+    fn session(&self, transcript: &[u8], side: Side) -> Session {
+        Session::new(self.1, *self.prove("session", transcript).as_bytes(), side)
     }
 }
 
@@ -149,19 +167,28 @@ pub enum Refusal {
     UnknownRank,
     #[error("another rank or role listens here")]
     WrongDoor,
+    #[error(
+        "the other side has --protect {theirs}, this one {ours}\nhint: give all ranks the same --protect or CROSSMESH_PROTECT"
+    )]
+    Protection { theirs: Protect, ours: Protect },
 }
 
 impl Refusal {
-    const ALL: [Self; 4] =
-        [Refusal::WrongSecret, Refusal::DuplicateRank, Refusal::UnknownRank, Refusal::WrongDoor];
-
     /// 0 is no refusal.
     fn code(self) -> u8 {
-        1 + Self::ALL.iter().position(|r| *r == self).expect("all are listed") as u8
+        match self {
+            Refusal::WrongSecret => 1,
+            Refusal::DuplicateRank => 2,
+            Refusal::UnknownRank => 3,
+            Refusal::WrongDoor => 4,
+            Refusal::Protection { .. } => 5,
+        }
     }
 
-    fn of_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|r| r.code() == code)
+    /// As the other side means it, which protects its frames like this, and we like that.
+    fn of_code(code: u8, theirs: Protect, ours: Protect) -> Option<Self> {
+        let all = [Refusal::WrongSecret, Refusal::DuplicateRank, Refusal::UnknownRank, Refusal::WrongDoor];
+        all.into_iter().chain([Refusal::Protection { theirs, ours }]).find(|r| r.code() == code)
     }
 }
 
@@ -201,16 +228,29 @@ pub fn dial(
     claim: Claim,
     deadline: Deadline,
 ) -> Result<(), AuthError> {
-    let hello = hello(claim, random_bytes()?);
+    dial_session(stream, secret, claim, deadline).map(|_| ())
+}
+
+/// The same, for what is to be protected afterwards.
+pub fn dial_session(
+    stream: &mut impl Stream,
+    secret: &Secret,
+    claim: Claim,
+    deadline: Deadline,
+) -> Result<Session, AuthError> {
+    let mut hello = hello(claim, random_bytes()?);
+    hello[PROTECT_AT] = secret.1.code();
     write_all_by(stream, &hello, deadline)?;
     let mut challenge = [0; CHALLENGE_BYTES];
     read_exact_by(stream, &mut challenge, deadline)?;
     check_greeting(&challenge)?;
+    let theirs = parse_protect(challenge[PROTECT_AT])?;
     let transcript = [&hello[..], &challenge[..]].concat();
     write_all_by(stream, secret.prove("dialer", &transcript).as_bytes(), deadline)?;
     let mut verdict = [0; VERDICT_BYTES];
     read_exact_by(stream, &mut verdict, deadline)?;
-    read_verdict(secret, &transcript, &verdict)
+    read_verdict(secret, &transcript, &verdict, theirs)?;
+    Ok(secret.session(&transcript, Side::Dialer))
 }
 
 /// The listener's side. `admit` decides about somebody who has proven to know the secret.
@@ -220,6 +260,16 @@ pub fn answer(
     deadline: Deadline,
     admit: impl FnOnce(Claim) -> Result<(), Refusal>,
 ) -> Result<Claim, AuthError> {
+    answer_session(stream, secret, deadline, admit).map(|(claim, _)| claim)
+}
+
+/// The same, for what is to be protected afterwards.
+pub fn answer_session(
+    stream: &mut impl Stream,
+    secret: &Secret,
+    deadline: Deadline,
+    admit: impl FnOnce(Claim) -> Result<(), Refusal>,
+) -> Result<(Claim, Session), AuthError> {
     let mut hello = [0; HELLO_BYTES];
     let (magic, rest) = hello.split_at_mut(MAGIC.len());
     read_exact_by(stream, magic, deadline)?;
@@ -227,7 +277,8 @@ pub fn answer(
     check_magic(magic)?;
     read_exact_by(stream, rest, deadline)?;
     // Somebody of another version is told ours, so that they can say what is wrong.
-    let challenge = challenge(random_bytes()?);
+    let mut challenge = challenge(random_bytes()?);
+    challenge[PROTECT_AT] = secret.1.code();
     let claim = match parse_hello(&hello) {
         Err(error @ AuthError::WrongVersion { .. }) => {
             write_all_by(stream, &challenge, deadline)?;
@@ -235,15 +286,27 @@ pub fn answer(
         }
         parsed => parsed?,
     };
+    let theirs = parse_protect(hello[PROTECT_AT])?;
     write_all_by(stream, &challenge, deadline)?;
     let mut proof = [0; PROOF_BYTES];
     read_exact_by(stream, &mut proof, deadline)?;
     let transcript = [&hello[..], &challenge[..]].concat();
     // blake3's hashes compare in constant time.
     let known = secret.prove("dialer", &transcript) == blake3::Hash::from_bytes(proof);
-    let decided = if known { admit(claim) } else { Err(Refusal::WrongSecret) };
+    let decided = match known {
+        false => Err(Refusal::WrongSecret),
+        true if theirs != secret.1 => Err(Refusal::Protection { theirs, ours: secret.1 }),
+        true => admit(claim),
+    };
     write_all_by(stream, &verdict(secret, &transcript, decided), deadline)?;
-    decided.map(|()| claim).map_err(|why| AuthError::Refused { claim: Some(claim), why })
+    match decided {
+        Ok(()) => Ok((claim, secret.session(&transcript, Side::Listener))),
+        Err(why) => Err(AuthError::Refused { claim: Some(claim), why }),
+    }
+}
+
+fn parse_protect(code: u8) -> Result<Protect, AuthError> {
+    Protect::of_code(code).ok_or_else(|| AuthError::Stranger(format!("protection {code}")))
 }
 
 fn hello(claim: Claim, nonce: [u8; 32]) -> [u8; HELLO_BYTES] {
@@ -298,14 +361,22 @@ fn verdict(secret: &Secret, transcript: &[u8], decided: Result<(), Refusal>) -> 
     bytes
 }
 
-fn read_verdict(secret: &Secret, transcript: &[u8], bytes: &[u8; VERDICT_BYTES]) -> Result<(), AuthError> {
+fn read_verdict(
+    secret: &Secret,
+    transcript: &[u8],
+    bytes: &[u8; VERDICT_BYTES],
+    theirs: Protect,
+) -> Result<(), AuthError> {
     let refused = |why| Err(AuthError::Refused { claim: None, why });
     let mut proof = [0; PROOF_BYTES];
     proof.copy_from_slice(&bytes[4..]);
     let expected = secret.prove("listener", &[transcript, &bytes[..1]].concat());
-    match (Refusal::of_code(bytes[0]), expected == blake3::Hash::from_bytes(proof)) {
+    let ours = secret.1;
+    match (Refusal::of_code(bytes[0], theirs, ours), expected == blake3::Hash::from_bytes(proof)) {
         (_, false) => refused(Refusal::WrongSecret),
         (Some(why), true) => refused(why),
+        // One that does not know of protection lets us in.
+        (None, true) if bytes[0] == 0 && theirs != ours => refused(Refusal::Protection { theirs, ours }),
         (None, true) if bytes[0] == 0 => Ok(()),
         (None, true) => Err(AuthError::Stranger(format!("status {}", bytes[0]))),
     }
@@ -371,6 +442,24 @@ mod tests {
         let (dialed, answered) = meet(&s, &s, Err(Refusal::DuplicateRank));
         assert_eq!(dialed.unwrap_err().to_string(), "turned away: this rank is here already");
         assert_eq!(answered.unwrap_err().to_string(), "r3: turned away: this rank is here already");
+    }
+
+    #[test]
+    fn both_sides_have_to_protect_alike() {
+        let s = |protect| secret("correct horse battery").protecting(protect);
+        let (dialed, answered) = meet(&s(Protect::Encrypt), &s(Protect::None), Ok(()));
+        let said = |e: AuthError| e.to_string().lines().next().unwrap().to_string();
+        assert_eq!(
+            said(dialed.unwrap_err()),
+            "turned away: the other side has --protect none, this one encrypt"
+        );
+        assert_eq!(
+            said(answered.unwrap_err()),
+            "r3: turned away: the other side has --protect encrypt, this one none"
+        );
+        let (dialed, answered) = meet(&s(Protect::Sign), &s(Protect::Sign), Ok(()));
+        dialed.unwrap();
+        answered.unwrap();
     }
 
     #[test]

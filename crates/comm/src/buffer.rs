@@ -50,6 +50,18 @@ pub struct RankBuffers {
     bases: Vec<Base>,
 }
 
+/// Why memory does not do for a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BindError {
+    #[error("{given} places for {needed} buffers\nhint: one for each of the rank's buffers, in their order")]
+    Count { given: usize, needed: usize },
+    #[error("buffer {buffer} needs {bytes} B, its place has {room} B")]
+    Room { buffer: usize, bytes: u64, room: u64 },
+    #[error("buffers {one} and {other} share bytes\nhint: give each its own")]
+    Overlap { one: usize, other: usize },
+}
+
 /// Where an op reads and writes. A send has no `into`, a receive no `from`.
 #[derive(Debug, Clone)]
 pub struct OpPlaces {
@@ -73,6 +85,29 @@ impl RankBuffers {
         let memory = Arc::new(memory);
         let bases = starts.into_iter().map(|at| Base { memory: memory.clone(), at }).collect();
         Ok(Self { program, bases })
+    }
+
+    /// A program on memory that the caller has: one base for each of its buffers ([`VerifiedRank::buffers`], in order), with
+    /// room for all of it, and no two in the same bytes. Nothing is copied on the way to a peer or from one.
+    pub fn bind(program: VerifiedRank, bases: Vec<Base>) -> Result<Self, BindError> {
+        if bases.len() != program.buffers.len() {
+            return Err(BindError::Count { given: bases.len(), needed: program.buffers.len() });
+        }
+        let mut ranges = vec![];
+        for (buffer, (base, needed)) in bases.iter().zip(&program.buffers).enumerate() {
+            let (bytes, room) = (needed.bytes, base.memory.len().saturating_sub(base.at));
+            if room < bytes {
+                return Err(BindError::Room { buffer, bytes, room });
+            }
+            if bytes > 0 {
+                ranges.push((base.memory.address() + base.at, bytes, buffer));
+            }
+        }
+        ranges.sort_unstable();
+        match ranges.windows(2).find(|pair| pair[0].0 + pair[0].1 > pair[1].0) {
+            Some(pair) => Err(BindError::Overlap { one: pair[0].2, other: pair[1].2 }),
+            None => Ok(Self { program, bases }),
+        }
     }
 
     /// For a program whose buffers are somebody's: one base for each, with room for all of it.

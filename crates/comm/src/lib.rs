@@ -30,6 +30,7 @@ pub mod launch;
 pub mod limits;
 pub mod memory;
 pub mod pattern;
+pub mod protect;
 pub mod rendezvous;
 mod room;
 pub mod step;

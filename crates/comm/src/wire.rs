@@ -93,6 +93,16 @@ pub enum WireError {
     Checksum { part: &'static str, found: u32, sent: u32 },
     #[error("{kind:?} with tag {tag} of job {job} has no place here: {why}")]
     Unexpected { kind: Kind, job: u32, tag: u32, why: &'static str },
+    #[error("frame {frame} was changed on the way")]
+    Changed { frame: u64 },
+    #[error("frame {frame} came again, replayed by somebody on the way: frame {next} is next")]
+    Replayed { frame: u64, next: u64 },
+    #[error("frame {frame} came where frame {next} is next: frames were held back or reordered on the way")]
+    Skipped { frame: u64, next: u64 },
+    #[error("frame {frame} is of another session: of an earlier connection, or of another job")]
+    OtherSession { frame: u64 },
+    #[error("an unprotected frame came over a connection that is protected")]
+    Unprotected,
 }
 
 impl Header {

@@ -12,10 +12,12 @@ use crossmesh_comm::environment::{
     DEFAULT_PORT, HOST_VARIABLE, LAUNCHER_VARIABLE, Place, Variables, variables,
 };
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source, remote_command};
+use crossmesh_comm::protect::{PROTECT_VARIABLE, Protect};
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::id::Rank;
 
 use crate::Answer;
+use crate::commands::run::protection;
 use crate::rates::NicRates;
 
 /// Others may finish a word after the first failure, and save what they have when they are asked to end.
@@ -50,6 +52,10 @@ pub struct Args {
     /// Where ranks meet, on the first host [default: a free port here, 29500 elsewhere]
     #[arg(long, value_name = "PORT")]
     master_port: Option<u16>,
+    /// What ranks do to frames between hosts: `none` (checksums), `sign` (nobody can change them) or `encrypt` (nor read them);
+    /// they get it in CROSSMESH_PROTECT [default: what that says here, or none]
+    #[arg(long, value_name = "WAY")]
+    protect: Option<Protect>,
     /// What reaches a host
     #[arg(long, value_name = "COMMAND", default_value = "ssh -o BatchMode=yes")]
     rsh: String,
@@ -148,6 +154,7 @@ fn process(args: &Args, hosts: &Hosts, rank: Rank, secret: &Secret) -> Result<Pr
     env.insert("GROUP_RANK".into(), host.to_string());
     env.insert(LAUNCHER_VARIABLE.into(), "crossmesh".into());
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
+    env.insert(PROTECT_VARIABLE.into(), protection(args.protect)?.to_string());
     if let Some(name) = hosts.remote.get(host) {
         let rsh: Vec<String> = args.rsh.split_whitespace().map(String::from).collect();
         if rsh.is_empty() {

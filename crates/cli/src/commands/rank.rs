@@ -18,6 +18,7 @@ use anyhow::{Context, Result};
 use crossmesh_comm::auth::Secret;
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::environment::{Flags, host_name, place, variables};
+use crossmesh_comm::protect::Protect;
 use crossmesh_comm::rendezvous::{Abort, Meeting, OverSockets};
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
@@ -80,6 +81,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     let variables = variables();
     let place = place(&Flags::default(), &variables)?;
     let secret = Secret::from_variables(&variables)?.context("no secret was given to this rank")?;
+    let secret = secret.protecting(Protect::from_variables(&variables)?);
     let task = match &args.train {
         Some(path) => Task::read_training(path, Arc::new(|note| say(&Said::Step(note))))?,
         None => Task::read(args.plan.as_deref(), args.step.as_deref(), args.sweep.as_deref())?,

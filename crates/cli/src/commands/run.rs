@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use crossmesh_comm::environment::variables;
+use crossmesh_comm::protect::{PROTECT_VARIABLE, Protect};
 use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::cluster::Topology;
 use crossmesh_core::id::Rank;
@@ -81,6 +83,15 @@ pub struct RunArgs {
     /// Start the processes here, even where torchrun, Slurm or mpirun started this one as a rank of a job
     #[arg(long)]
     pub standalone: bool,
+    /// What to do to frames between hosts: `none` (checksums), `sign` (nobody can change them) or `encrypt` (nor read them); the
+    /// same on all ranks [default: what CROSSMESH_PROTECT says, or none]
+    #[arg(long, value_name = "WAY")]
+    pub protect: Option<Protect>,
+}
+
+/// What a flag or the environment asks for.
+pub fn protection(flag: Option<Protect>) -> Result<Protect> {
+    flag.map_or_else(|| Protect::from_variables(&variables()).context(PROTECT_VARIABLE), Ok)
 }
 
 impl RunArgs {
@@ -100,6 +111,7 @@ impl RunArgs {
             flight,
             trace: false,
             standalone: self.standalone,
+            protect: protection(self.protect)?,
             spare_ranks: false,
         })
     }

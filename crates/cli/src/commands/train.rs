@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use crossmesh_comm::protect::Protect;
 use crossmesh_core::id::Rank;
 use crossmesh_core::units::{Bytes, Seconds, parse_seconds};
 use crossmesh_train::checkpoint::{Checkpoint, Store};
@@ -12,7 +13,7 @@ use crossmesh_train::config::Config;
 use serde::Serialize;
 
 use crate::Answer;
-use crate::commands::run::CLUSTER_RATES;
+use crate::commands::run::{CLUSTER_RATES, protection};
 use crate::files;
 use crate::input::read_text;
 use crate::joined;
@@ -74,6 +75,10 @@ pub struct Args {
     /// Start the processes here, even where torchrun, Slurm or mpirun started this one as a rank of a job
     #[arg(long, help_heading = "Running")]
     standalone: bool,
+    /// What to do to frames between hosts: `none` (checksums), `sign` (nobody can change them) or `encrypt` (nor read them); the
+    /// same on all ranks [default: what CROSSMESH_PROTECT says, or none]
+    #[arg(long, value_name = "WAY", help_heading = "Running")]
+    protect: Option<Protect>,
     /// Text for people, or one JSON document
     #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
@@ -109,6 +114,7 @@ impl Args {
             flight: None,
             trace: false,
             standalone: self.standalone,
+            protect: protection(self.protect)?,
             spare_ranks: false,
         })
     }

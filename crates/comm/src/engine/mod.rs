@@ -12,45 +12,49 @@
 //! deadline is due. Only links that nothing wakes are asked again and again, the less often the longer they are silent.
 //! A message starts when its receiver has said that there is a place for it; receivers say so as early as they can,
 //! for all receives at once, so that nobody pays a round trip per message.
+//!
+//! Here is what a caller does with an engine. A turn of the loop is in `turn`, what ops do when something has happened in `ops`,
+//! copies and passes in `local`, who sends next in `sends`, links and their ends in `links`, silence and blame in `watch`.
 
 mod asking;
 mod job;
+mod links;
+mod local;
+mod ops;
 mod sends;
 mod tags;
 #[cfg(test)]
 mod tests;
+mod turn;
 mod watch;
 
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::os::fd::OwnedFd;
 
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::OpKind;
 use crossmesh_core::trace::OpSpan;
 use rustc_hash::FxHashMap;
-use rustix::event::{Timespec, epoll};
+use rustix::event::epoll;
 use rustix::io::Errno;
 
 pub use job::{JobSpec, Tensor};
 pub use watch::Interrupt;
 
 use crate::clock::Clock;
-use crate::device::{Device, DeviceError};
+use crate::device::Device;
 use crate::error::CommError;
 use crate::flight::FlightRecord;
 use crate::memory::lease::{Borrower, Lease};
-use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
+use crate::transport::{Event, Link};
 use crate::wake::{Sleeper, Waker};
 use crate::wire::{Kind, WireError};
 pub(crate) use job::Job;
+use links::Peer;
 use sends::InLine;
+use turn::Until;
 
-/// What is copied before the loop looks at its links again.
-const COPY_STEP_BYTES: u64 = 1 << 20;
 /// Ops of a new job that are looked at before peers hear of them: whoever sends to us begins while we look at the rest.
 const START_STEP: usize = 1024;
-/// Messages announced for jobs that have not started here yet; a peer that announces more is out of its mind.
-const MAX_EARLY_TAGS: usize = 1 << 22;
 
 /// What the poller calls the device, and what other threads wake us by.
 const DEVICE: u64 = u64::MAX;
@@ -89,42 +93,6 @@ pub struct JobReport {
     pub ops: Vec<OpSpan>,
     pub bytes_sent: u64,
     pub bytes_received: u64,
-}
-
-/// How long a step may sleep.
-#[derive(Debug, Clone, Copy)]
-enum Until {
-    Now,
-    /// Anything that whoever drives the engine has to look at.
-    News,
-    /// The job has ended, and everything has been said.
-    Over(Handle),
-}
-
-struct Peer {
-    rank: Rank,
-    link: Box<dyn Link>,
-    /// Whether the poller watches for room to write.
-    watches_write: bool,
-    /// Channels that wait for room.
-    parked: Vec<(u32, u32)>,
-    /// Receives to be announced, by job.
-    announce: Vec<(u32, u32)>,
-    /// Whether it stands in the list of those that have something to be flushed, and of those that have work.
-    touched: bool,
-    works: bool,
-    heard_ns: u64,
-    waits_for: Option<Rank>,
-    /// When we last gave a sign of life, how much had gone to it by then, and whom we said we wait for.
-    told_ns: u64,
-    told_bytes: Option<u64>,
-    told_wait: Option<Rank>,
-    /// How many messages it has announced for jobs that have not started here.
-    early: usize,
-    said_bye: bool,
-    /// We said that nothing more comes.
-    shut: bool,
-    lost: bool,
 }
 
 pub struct Engine {
@@ -192,25 +160,7 @@ impl Engine {
             if let Some(fd) = link.fd() {
                 epoll::add(&poller, fd, data, epoll::EventFlags::IN).map_err(system("watch a link"))?;
             }
-            peers.push(Peer {
-                rank,
-                link,
-                watches_write: false,
-                parked: vec![],
-                announce: vec![],
-                // A new link has a greeting to send.
-                touched: true,
-                works: false,
-                heard_ns: now,
-                waits_for: None,
-                told_ns: now,
-                told_bytes: None,
-                told_wait: None,
-                early: 0,
-                said_bye: false,
-                shut: false,
-                lost: false,
-            });
+            peers.push(Peer::new(rank, link, now));
         }
         let ranks = peers.iter().map(|p| p.rank.0 + 1).chain([me.0 + 1, options.hosts.len() as u32]);
         Ok(Self {
@@ -342,27 +292,6 @@ impl Engine {
         self.has_ended(handle) && !self.has_unsaid()
     }
 
-    /// Whether peers may still wait for words of ours.
-    fn has_unsaid(&self) -> bool {
-        let wants = |peer: &usize| !self.peers[*peer].lost && self.peers[*peer].link.wants_write();
-        self.unwritten > 0 || self.touched.iter().chain(&self.asked).any(wants)
-    }
-
-    /// The peer's link has something to be flushed.
-    fn touch(&mut self, peer: usize) {
-        if !std::mem::replace(&mut self.peers[peer].touched, true) {
-            self.touched.push(peer);
-        }
-    }
-
-    /// After anything was done with a link: whether it goes on without waiting.
-    fn note_work(&mut self, peer: usize) {
-        let p = &mut self.peers[peer];
-        if !p.lost && p.link.has_work() && !std::mem::replace(&mut p.works, true) {
-            self.working.push(peer);
-        }
-    }
-
     fn remove(&mut self, handle: Handle) -> JobReport {
         let report = self.jobs.remove(&handle.0).map(|job| report(&job)).unwrap_or_default();
         self.traffic.0 += report.bytes_sent;
@@ -379,308 +308,6 @@ impl Engine {
     pub fn flight_record(&self) -> Option<&FlightRecord> {
         self.last_flight.as_ref()
     }
-
-    fn step(&mut self, until: Until) -> Result<(), CommError> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
-        let result = self.try_step(until);
-        result.map_err(|error| self.give_up(error))
-    }
-
-    fn try_step(&mut self, until: Until) -> Result<(), CommError> {
-        self.compute()?;
-        self.copy_some();
-        self.pump_sends()?;
-        let can_compute = !self.computing && !self.passes.is_empty();
-        let busy = !self.working.is_empty() || !self.copies.is_empty() || can_compute;
-        let may_wait = match until {
-            Until::Now => false,
-            Until::News => self.sleeper.may_sleep(),
-            Until::Over(handle) => !self.is_over(handle),
-        };
-        self.poll(may_wait && !busy)?;
-        self.watch_peers()
-    }
-
-    /// Waits for news, at most until a heartbeat is due, and takes it in.
-    fn poll(&mut self, may_wait: bool) -> Result<(), CommError> {
-        let wait_ns = if may_wait { self.watch.until_next(self.clock.now_ns()) } else { 0 };
-        let wait_ns = self.asking.pause_ns().map_or(wait_ns, |pause| wait_ns.min(pause));
-        let timeout =
-            Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
-        let mut buffer = [NO_EVENT; 64];
-        let woken: Vec<u64> = match epoll::wait(&self.poller, &mut buffer, Some(&timeout)) {
-            Ok(count) => buffer[..count].iter().map(|e| e.data.u64()).collect(),
-            Err(Errno::INTR) => vec![],
-            Err(e) => {
-                return Err(CommError::System { me: self.me, what: "wait", cause: e.to_string() });
-            }
-        };
-        if woken.contains(&WAKER) {
-            self.sleeper.woke();
-        }
-        // The device's descriptor says what the next step looks at anyway.
-        let links = woken.into_iter().filter(|who| *who < WAKER).map(|peer| peer as usize);
-        let working = std::mem::take(&mut self.working);
-        working.iter().for_each(|peer| self.peers[*peer].works = false);
-        let mut turn: Vec<usize> = links.chain(working).chain(self.asked.iter().copied()).collect();
-        turn.sort_unstable();
-        turn.dedup();
-        for peer in turn {
-            self.progress(peer)?;
-        }
-        Ok(())
-    }
-
-    fn progress(&mut self, peer: usize) -> Result<(), CommError> {
-        if self.peers[peer].lost {
-            return Ok(());
-        }
-        let mut events = std::mem::take(&mut self.events);
-        let before = self.peers[peer].link.heard();
-        let result = self.peers[peer].link.progress(&mut events);
-        if !events.is_empty() {
-            self.asking.heard();
-        }
-        let p = &mut self.peers[peer];
-        // That our own bytes go out says nothing about the peer: its system takes them while it is stopped. Where the link
-        // cannot tell, one with a descriptor was called because there was something.
-        let is_heard = match before {
-            Some(_) => p.link.heard() != before,
-            None => p.link.fd().is_some() || asking::is_sign_of_life(&events),
-        };
-        if is_heard {
-            p.heard_ns = self.clock.now_ns();
-        }
-        let taken = self.take_events(peer, &mut events);
-        self.events = events;
-        taken?;
-        self.wake_parked(peer);
-        self.note_work(peer);
-        match result {
-            Ok(()) => self.watch_write(peer),
-            Err(error) => self.on_lost(peer, error),
-        }
-    }
-
-    fn take_events(&mut self, peer: usize, events: &mut Vec<Event>) -> Result<(), CommError> {
-        if events.is_empty() {
-            return Ok(());
-        }
-        // They all came just now; a clock for each would cost as much as taking it.
-        let now = self.clock.now_ns();
-        for event in events.drain(..) {
-            match event {
-                Event::Ready { job, tags } => self.on_ready(self.peers[peer].rank, job, &tags)?,
-                Event::Arrived { message, upto } => self.on_arrived(message, upto, now),
-                Event::Sent { message, upto } => self.on_sent(message, upto, now),
-                Event::Beat { waits_for } => {
-                    self.check_rank(peer, Kind::Beat, waits_for)?;
-                    self.peers[peer].waits_for = waits_for;
-                }
-                Event::Bye => self.peers[peer].said_bye = true,
-                Event::Abort { culprit, reason } => {
-                    self.check_rank(peer, Kind::Abort, Some(culprit))?;
-                    return Err(self.aborted(culprit, reason));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// A rank that a peer speaks of has to be one.
-    fn check_rank(&self, peer: usize, kind: Kind, rank: Option<Rank>) -> Result<(), CommError> {
-        let Some(rank) = rank.filter(|rank| rank.0 >= self.world) else { return Ok(()) };
-        let cause = WireError::Unexpected { kind, job: 0, tag: rank.0, why: "there is no such rank" };
-        Err(self.nonsense(self.peers[peer].rank, cause))
-    }
-
-    fn on_ready(&mut self, peer: Rank, id: u32, tags: &[u32]) -> Result<(), CommError> {
-        let Some(job) = self.jobs.get_mut(&id) else {
-            self.early_tags += tags.len();
-            if self.early_tags > MAX_EARLY_TAGS {
-                let cause = "peers announce more messages than any program has".into();
-                return Err(CommError::System { me: self.me, what: "keep announcements", cause });
-            }
-            self.early.entry(id).or_default().extend(tags.iter().map(|tag| (peer, *tag)));
-            self.peers[self.index_of[&peer]].early += tags.len();
-            return Ok(());
-        };
-        let mut ops = Vec::with_capacity(tags.len());
-        for tag in tags {
-            match job.note_ready(peer, *tag) {
-                Ok(op) => ops.push(op),
-                Err(why) => {
-                    let cause = WireError::Unexpected { kind: Kind::Ready, job: id, tag: *tag, why };
-                    return Err(self.nonsense(peer, cause));
-                }
-            }
-        }
-        for op in ops {
-            self.wake_sender(id, op);
-        }
-        Ok(())
-    }
-
-    fn on_arrived(&mut self, message: Message, upto: u64, now: u64) {
-        let Some(job) = self.jobs.get_mut(&message.job) else { return };
-        let Some(op) = job.recv_by_tag.get(message.tag) else { return };
-        job.bytes_received += upto - job.ops[op as usize].moved;
-        let done = note_progress(job, op, upto, now);
-        let followers = job.followers.get(&op).cloned().unwrap_or_default();
-        for follower in followers {
-            self.wake_sender(message.job, follower);
-        }
-        if done {
-            self.end(message.job, op, now);
-        }
-    }
-
-    fn on_sent(&mut self, message: Message, upto: u64, now: u64) {
-        let Some(job) = self.jobs.get_mut(&message.job) else { return };
-        let Some(op) = job.send_by_tag.get(message.tag) else { return };
-        job.bytes_sent += upto - job.ops[op as usize].moved;
-        if note_progress(job, op, upto, now) {
-            self.end(message.job, op, now);
-        }
-    }
-
-    /// An op has ended: whoever waited for the last of its dependencies becomes ready.
-    fn end(&mut self, id: u32, op: u32, now: u64) {
-        let Some(job) = self.jobs.get_mut(&id) else { return };
-        job.count_down(op);
-        if job.left == 0 {
-            self.sleeper.note();
-        }
-        let mut ready = vec![];
-        for place in job.dependents(op) {
-            let dependent = job.dependent(place);
-            job.ops[dependent as usize].waits -= 1;
-            if job.ops[dependent as usize].waits == 0 {
-                ready.push(dependent);
-            }
-        }
-        let followers = job.followers.get(&op).cloned().unwrap_or_default();
-        for follower in followers {
-            self.wake_sender(id, follower);
-        }
-        for op in ready {
-            self.activate(id, op, now);
-        }
-    }
-
-    /// Nothing keeps the op from running any more.
-    fn activate(&mut self, id: u32, op: u32, now: u64) {
-        let job = self.jobs.get_mut(&id).expect("ops belong to jobs under way");
-        job.ops[op as usize].ready_ns = now;
-        match job.op(op).kind {
-            OpKind::Send { .. } => self.wake_sender(id, op),
-            OpKind::Copy { .. } => self.copies.push_back((id, op)),
-            OpKind::Compute { .. } => self.passes.push_back((id, op)),
-            OpKind::Recv { from, tag, reduce, .. } => {
-                let place = job.target(op).cloned().expect("receives have a place");
-                let tensor = &job.spec.tensors[job.op(op).tensor as usize];
-                let combine = tensor.combine.filter(|_| reduce);
-                let expected = Expected { place, bytes: job.op(op).bytes, combine };
-                let peer = self.index_of[&from];
-                self.peers[peer].link.expect(Message { job: id, tag }, expected);
-                self.peers[peer].announce.push((id, tag));
-                self.touch(peer);
-            }
-        }
-    }
-
-    /// Tells a peer what there is a place for.
-    fn announce(&mut self, peer: usize) {
-        let peer = &mut self.peers[peer];
-        for same_job in peer.announce.chunk_by(|a, b| a.0 == b.0) {
-            let tags: Vec<u32> = same_job.iter().map(|(_, tag)| *tag).collect();
-            peer.link.announce(same_job[0].0, &tags);
-        }
-        peer.announce.clear();
-    }
-
-    /// Takes note of a pass that has ended, and starts the next.
-    fn compute(&mut self) -> Result<(), CommError> {
-        while let Some(&(id, op)) = self.passes.front() {
-            let Some(device) = &mut self.device else { return Err(self.cannot_compute(DeviceError::None)) };
-            let now = self.clock.now_ns();
-            let Some(job) = self.jobs.get_mut(&id) else {
-                self.passes.pop_front();
-                continue;
-            };
-            if self.computing {
-                let ended = device.ended();
-                match ended {
-                    Ok(true) => {}
-                    Ok(false) => return Ok(()),
-                    Err(error) => return Err(self.cannot_compute(error)),
-                }
-                self.computing = false;
-                self.passes.pop_front();
-                note_progress(job, op, 0, now);
-                self.end(id, op, now);
-            } else if let OpKind::Compute { pass, nanos, .. } = job.op(op).kind {
-                job.ops[op as usize].started_ns = now;
-                self.computing = true;
-                let begun = device.begin(pass, nanos);
-                begun.map_err(|error| self.cannot_compute(error))?;
-            }
-        }
-        Ok(())
-    }
-
-    fn cannot_compute(&self, error: DeviceError) -> CommError {
-        CommError::System { me: self.me, what: "compute", cause: error.to_string() }
-    }
-
-    /// Copies for a while.
-    fn copy_some(&mut self) {
-        let mut budget = COPY_STEP_BYTES;
-        while budget > 0
-            && let Some(&(id, op)) = self.copies.front()
-        {
-            let now = self.clock.now_ns();
-            let Some(job) = self.jobs.get_mut(&id) else {
-                self.copies.pop_front();
-                continue;
-            };
-            let bytes = job.op(op).bytes;
-            // Never half an element.
-            let part = self.copied..(self.copied + budget).next_multiple_of(64).min(bytes);
-            if let (Some(from), Some(into)) = (job.source(op), job.target(op)) {
-                let adds = matches!(job.op(op).kind, OpKind::Copy { reduce: true, .. });
-                let combine = job.spec.tensors[job.op(op).tensor as usize].combine.filter(|_| adds);
-                into.copy_from(from, part.clone(), combine);
-            }
-            budget = budget.saturating_sub(part.end - part.start);
-            self.copied = part.end;
-            if note_progress(job, op, part.end, now) {
-                job.ops[op as usize].ended_ns = self.clock.now_ns();
-                self.copies.pop_front();
-                self.copied = 0;
-                self.end(id, op, now);
-            }
-        }
-    }
-}
-
-/// Notes how far an op is; true once it has ended.
-fn note_progress(job: &mut Job, op: u32, upto: u64, now: u64) -> bool {
-    let bytes = job.op(op).bytes;
-    let progress = &mut job.ops[op as usize];
-    if progress.started_ns == 0 {
-        progress.started_ns = now;
-    }
-    progress.moved = upto;
-    job.moved_ns = now;
-    if upto < bytes {
-        return false;
-    }
-    progress.done = true;
-    progress.ended_ns = now;
-    true
 }
 
 fn report(job: &Job) -> JobReport {
@@ -690,72 +317,5 @@ fn report(job: &Job) -> JobReport {
         ops: job.spans(),
         bytes_sent: job.bytes_sent,
         bytes_received: job.bytes_received,
-    }
-}
-
-impl Engine {
-    /// Lets the poller watch for room exactly while there is something to write.
-    fn watch_write(&mut self, peer: usize) -> Result<(), CommError> {
-        let p = &mut self.peers[peer];
-        let wants = p.link.wants_write();
-        if wants == p.watches_write || p.lost {
-            return Ok(());
-        }
-        let Some(fd) = p.link.fd() else { return Ok(()) };
-        p.watches_write = wants;
-        if wants {
-            self.unwritten += 1
-        } else {
-            self.unwritten -= 1
-        }
-        let flags =
-            if wants { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
-        let data = epoll::EventData::new_u64(peer as u64);
-        let modified = epoll::modify(&self.poller, fd, data, flags);
-        modified.map_err(|e| CommError::System { me: self.me, what: "watch a link", cause: e.to_string() })
-    }
-
-    fn flush(&mut self, peer: usize) -> Result<(), CommError> {
-        if self.peers[peer].lost {
-            return Ok(());
-        }
-        let mut events = std::mem::take(&mut self.events);
-        let result = self.peers[peer].link.flush(&mut events);
-        let taken = self.take_events(peer, &mut events);
-        self.events = events;
-        taken?;
-        // Whoever waits for room has to hear of it here: if nothing is left to write, no event will tell.
-        self.wake_parked(peer);
-        self.note_work(peer);
-        match result {
-            Ok(()) => self.watch_write(peer),
-            Err(error) => self.on_lost(peer, error),
-        }
-    }
-
-    fn on_lost(&mut self, peer: usize, error: LinkError) -> Result<(), CommError> {
-        // One that talks nonsense can still be told so.
-        if !matches!(error, LinkError::Wire(_)) {
-            self.forget(peer);
-        }
-        self.suspect(peer, error)
-    }
-
-    /// The connection is of no more use. A peer that took its leave may still wait for ours.
-    fn forget(&mut self, peer: usize) {
-        let p = &mut self.peers[peer];
-        p.lost = true;
-        if std::mem::replace(&mut p.watches_write, false) {
-            self.unwritten -= 1;
-        }
-        if p.said_bye {
-            p.link.control(Control::Bye);
-            let _gone = p.link.flush(&mut vec![]);
-            p.link.shutdown();
-        }
-        if let Some(fd) = p.link.fd() {
-            let unwatched = epoll::delete(&self.poller, fd);
-            debug_assert!(unwatched.is_ok());
-        }
     }
 }

@@ -1,4 +1,5 @@
-//! Memory that ranks move bytes out of and into: one mapping, private or shared with the processes of the host.
+//! Memory that ranks move bytes out of and into: one mapping, private or shared with the processes of the host; or memory of
+//! the caller's ([`foreign`]), which is used where it lies.
 //!
 //! Most of the crate's `unsafe` is here. What makes it sound:
 //! - a mapping lives as long as its [`Memory`], and every access is checked against its length;
@@ -9,6 +10,7 @@
 //!   bits are an element, and nothing of it is kept as a slice beyond the copy.
 #![allow(unsafe_code)]
 
+pub mod foreign;
 pub(crate) mod lease;
 pub mod place;
 
@@ -29,9 +31,10 @@ pub use place::Place;
 use crate::collectives::Element;
 use crate::limits::no_descriptor;
 use crate::room::check_room;
+use foreign::Owner;
 use lease::InUse;
 
-/// A mapping. Pages are zero until they are written.
+/// A mapping, whose pages are zero until they are written; or what somebody else has.
 #[derive(Debug)]
 pub struct Memory {
     start: NonNull<u8>,
@@ -40,10 +43,12 @@ pub struct Memory {
     segment: Option<OwnedFd>,
     /// A peer's is not.
     writable: bool,
+    /// Whoever has the bytes, where they are no mapping of ours. It goes when the memory does.
+    owner: Option<Owner>,
     in_use: InUse,
 }
 
-// SAFETY: the mapping belongs to this value alone.
+// SAFETY: the mapping belongs to this value alone, and so does an owner, who may be sent.
 unsafe impl Send for Memory {}
 // SAFETY: what can be done through a shared reference in safe code is to ask for its length or its descriptor, and to become
 // its owner, which one thread at a time can. All else is `unsafe`, and says what its caller has to see to.
@@ -63,7 +68,14 @@ impl Memory {
                 if cfg!(miri) { MapFlags::PRIVATE } else { MapFlags::PRIVATE | MapFlags::NORESERVE },
             )?
         };
-        Ok(Self { start: non_null(start), len, segment: None, writable: true, in_use: InUse::default() })
+        Ok(Self {
+            start: non_null(start),
+            len,
+            segment: None,
+            writable: true,
+            owner: None,
+            in_use: InUse::default(),
+        })
     }
 
     /// A segment without a name, which vanishes with the last process that has it. Its pages are there from the start:
@@ -75,7 +87,14 @@ impl Memory {
         let segment = memfd_create(segment_name(), flags).map_err(no_segment)?;
         fallocate(&segment, FallocateFlags::empty(), 0, len as u64)?;
         let start = map(&segment, len, ProtFlags::READ | ProtFlags::WRITE)?;
-        let memory = Self { start, len, segment: Some(segment), writable: true, in_use: InUse::default() };
+        let memory = Self {
+            start,
+            len,
+            segment: Some(segment),
+            writable: true,
+            owner: None,
+            in_use: InUse::default(),
+        };
         memory.seal()?;
         Ok(memory)
     }
@@ -103,11 +122,16 @@ impl Memory {
         let len = mapped_len(len as u64)?;
         // The mapping stays when the descriptor goes: descriptors are few.
         let start = map(&segment, len, ProtFlags::READ)?;
-        Ok(Self { start, len, segment: None, writable: false, in_use: InUse::default() })
+        Ok(Self { start, len, segment: None, writable: false, owner: None, in_use: InUse::default() })
     }
 
     pub fn len(&self) -> u64 {
         self.len as u64
+    }
+
+    /// Where it starts, as a number: to compare, not to use.
+    pub fn address(&self) -> u64 {
+        self.start.as_ptr().addr() as u64
     }
 
     pub fn is_empty(&self) -> bool {
@@ -169,14 +193,20 @@ pub(crate) fn bytes_of<T: Element>(elements: &[T]) -> &[u8] {
 }
 
 impl Memory {
+    fn check_aligned<T>(&self, at: usize) {
+        // Mappings start at a page; what a caller brings starts where it likes.
+        let address = self.start.as_ptr().addr() + at;
+        assert!(address.is_multiple_of(align_of::<T>()), "elements start where their type may");
+    }
+
     /// Elements that lie in it, `at` bytes from its start.
     ///
     /// # Safety
     /// Nobody in this process writes to them while the slice lives.
     pub(crate) unsafe fn elements<T: Element>(&self, at: u64, len: usize) -> &[T] {
         let (at, _) = self.check((at, (len * size_of::<T>()) as u64));
-        assert!(at.is_multiple_of(align_of::<T>()), "elements start where their type may");
-        // SAFETY: in bounds and aligned (the mapping starts at a page); any bits are an element (`Element` is sealed). The
+        self.check_aligned::<T>(at);
+        // SAFETY: in bounds and aligned; any bits are an element (`Element` is sealed). The
         // caller sees to the rest.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(at).cast(), len) }
     }
@@ -188,7 +218,7 @@ impl Memory {
     #[expect(clippy::mut_from_ref, reason = "disjoint parts of one mapping are written side by side")]
     pub(crate) unsafe fn elements_mut<T: Element>(&self, at: u64, len: usize) -> &mut [T] {
         let (at, _) = self.check((at, (len * size_of::<T>()) as u64));
-        assert!(at.is_multiple_of(align_of::<T>()), "elements start where their type may");
+        self.check_aligned::<T>(at);
         assert!(self.writable, "a peer's memory is not written to");
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at).cast(), len) }
@@ -197,6 +227,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if self.owner.is_some() {
+            return; // whoever has it frees it, now
+        }
         // SAFETY: this is the mapping made in `private` or by `map`; no slice outlives the value it borrows from.
         let unmapped = unsafe { unmap(self.start.as_ptr().cast::<c_void>(), self.len) };
         debug_assert!(unmapped);

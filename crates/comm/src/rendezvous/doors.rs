@@ -16,6 +16,7 @@ use super::lobby::{HANDSHAKE, tcp_listener, without_delay};
 use super::{Entry, Log, RendezvousError};
 use crate::auth::{self, Claim, Refusal, Role, Secret};
 use crate::deadline::{Deadline, Socket, Stream};
+use crate::protect::Session;
 
 /// How often a waiting door looks whether it should close.
 const LOOK: Duration = Duration::from_millis(20);
@@ -94,6 +95,9 @@ pub(super) fn accept_until(
     }
 }
 
+/// A connection, and what protects it.
+pub type Connection = (Socket, Session);
+
 /// Connects `me` with `peers`: knocks at the lower ones, lets the higher ones in.
 pub fn connect(
     me: &Entry,
@@ -103,14 +107,14 @@ pub fn connect(
     secret: &Secret,
     deadline: Deadline,
     log: &Log,
-) -> Result<BTreeMap<Rank, Socket>, RendezvousError> {
+) -> Result<BTreeMap<Rank, Connection>, RendezvousError> {
     let entries = peers.iter().map(|p| table.get(p).ok_or(RendezvousError::UnknownPeer { peer: *p }));
     let lower: Vec<&Entry> =
         entries.filter(|e| !matches!(e, Ok(e) if e.rank >= me.rank)).collect::<Result<_, _>>()?;
     let higher: BTreeSet<Rank> = peers.iter().copied().filter(|p| *p > me.rank).collect();
     std::thread::scope(|scope| {
         let letting_in = scope.spawn(|| let_in(me.rank, higher, doors, secret, deadline, log));
-        let knocked: Result<Vec<(Rank, Socket)>, RendezvousError> =
+        let knocked: Result<Vec<(Rank, Connection)>, RendezvousError> =
             lower.iter().map(|peer| Ok((peer.rank, knock(me, peer, secret, deadline)?))).collect();
         let entered = letting_in.join().expect("letting in does not panic");
         let mut links = entered?;
@@ -119,7 +123,12 @@ pub fn connect(
     })
 }
 
-fn knock(me: &Entry, peer: &Entry, secret: &Secret, deadline: Deadline) -> Result<Socket, RendezvousError> {
+fn knock(
+    me: &Entry,
+    peer: &Entry,
+    secret: &Secret,
+    deadline: Deadline,
+) -> Result<Connection, RendezvousError> {
     let local = me.host == peer.host;
     let addr = if local { format!("@{}", peer.unix) } else { peer.tcp.to_string() };
     let wrong = |cause: String| RendezvousError::CannotReachPeer {
@@ -132,8 +141,9 @@ fn knock(me: &Entry, peer: &Entry, secret: &Secret, deadline: Deadline) -> Resul
     let opened = if local { open_unix(&peer.unix) } else { open_tcp(peer.tcp, deadline) };
     let mut link = opened.map_err(|e| wrong(e.to_string()))?;
     let claim = Claim { role: Role::Data, from: me.rank, to: peer.rank };
-    auth::dial(&mut link, secret, claim, deadline).map_err(|e| wrong(e.to_string()))?;
-    Ok(link.without_timeouts()?)
+    let dialed = auth::dial_session(&mut link, secret, claim, deadline);
+    let session = dialed.map_err(|e| wrong(e.to_string()))?;
+    Ok((link.without_timeouts()?, session))
 }
 
 fn open_unix(name: &str) -> io::Result<Socket> {
@@ -153,7 +163,7 @@ fn let_in(
     secret: &Secret,
     deadline: Deadline,
     log: &Log,
-) -> Result<BTreeMap<Rank, Socket>, RendezvousError> {
+) -> Result<BTreeMap<Rank, Connection>, RendezvousError> {
     let (entered, arrivals) = channel();
     let mut links = BTreeMap::new();
     let waiting = std::sync::Mutex::new(expected);
@@ -166,9 +176,10 @@ fn let_in(
             scope.spawn(move || {
                 let address = link.peer_name();
                 let deadline = deadline.or_after(HANDSHAKE);
-                let claim = auth::answer(&mut link, secret, deadline, |claim| admit(claim, me, waiting));
-                match (claim, link.without_timeouts()) {
-                    (Ok(claim), Ok(link)) => drop(entered.send((claim.from, link))),
+                let answered =
+                    auth::answer_session(&mut link, secret, deadline, |claim| admit(claim, me, waiting));
+                match (answered, link.without_timeouts()) {
+                    (Ok((claim, session)), Ok(link)) => drop(entered.send((claim.from, (link, session)))),
                     (Err(why), _) => log(&format!("{me}: turned away {address}: {why}")),
                     (_, Err(why)) => log(&format!("{me}: lost {address}: {why}")),
                 }

@@ -6,7 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crossmesh_core::id::Rank;
 
-use super::{Abort, Doors, Fault, Lobby, Log, Member, OnAbort, Patience, RendezvousError, Ticket, connect};
+use super::{
+    Abort, Connection, Doors, Fault, Lobby, Log, Member, OnAbort, Patience, RendezvousError, Ticket, connect,
+};
 use crate::auth::Secret;
 use crate::buffer::Sharing;
 use crate::clock::ClockOffset;
@@ -98,7 +100,7 @@ impl OverSockets {
         Ok(Self { place, member, doors, secret, hosts, shares: Shares::default(), log, lobby })
     }
 
-    fn link(&self, peer: Rank, socket: Socket) -> Result<Box<dyn Link>, RendezvousError> {
+    fn link(&self, peer: Rank, (socket, session): Connection) -> Result<Box<dyn Link>, RendezvousError> {
         let me = self.place.rank;
         let link = match socket {
             Socket::Tcp(stream) => {
@@ -106,8 +108,9 @@ impl OverSockets {
                 share
                     .map_or(Ok(()), |share| set_window(&stream, share))
                     .map_err(LinkError::Io)
-                    .and_then(|()| StreamLink::tcp(me, peer, stream))
+                    .and_then(|()| StreamLink::protected(me, peer, stream, &session))
             }
+            // What is said inside a host passes nobody.
             Socket::Unix(stream) => StreamLink::local(me, peer, stream),
         };
         Ok(Box::new(link.map_err(|cause| RendezvousError::BadLink { me, peer, cause })?))

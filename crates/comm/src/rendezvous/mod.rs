@@ -34,7 +34,7 @@ mod message;
 mod pulse;
 
 pub use blame::{Abort, Fault};
-pub use doors::{Doors, connect};
+pub use doors::{Connection, Doors, connect};
 pub use lobby::{Lobby, Patience};
 pub use meeting::{Links, Meeting, OverSockets};
 pub use member::{Member, OnAbort, Ticket, Word};

@@ -91,8 +91,10 @@ fn ranks_meet_connect_and_wait_for_each_other() {
                 }
             })
             .collect();
-        let mut links =
+        let links =
             connect(&member.me, &member.table, &peers, &doors, &secret(), within(10), &quiet()).unwrap();
+        let mut links: BTreeMap<Rank, Socket> =
+            links.into_iter().map(|(peer, (link, _))| (peer, link)).collect();
         assert_eq!(links.keys().copied().collect::<BTreeSet<_>>(), peers);
         ping(rank, &host, &member.table, &mut links);
         for _ in 0..3 {

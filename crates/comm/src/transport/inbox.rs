@@ -15,8 +15,10 @@ use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::outbox::MIN_DIRECT_RUN;
+use super::sealed::Records;
 use super::{Expected, LinkError, Message};
 use crate::checksum;
+use crate::protect::Opener;
 use crate::wire::{HEADER_BYTES, Header, Kind, WireError};
 
 const AHEAD_BYTES: usize = 64 << 10;
@@ -73,6 +75,7 @@ pub struct Inbox {
     pub greeted: bool,
     /// Everything that was read.
     pub bytes: u64,
+    records: Option<Records>,
 }
 
 impl Inbox {
@@ -85,11 +88,21 @@ impl Inbox {
             descriptors: VecDeque::new(),
             greeted: false,
             bytes: 0,
+            records: None,
         }
+    }
+
+    /// From now on frames are protected.
+    pub fn protect(&mut self, opener: Opener) {
+        self.ahead = Box::default();
+        self.records = Some(Records::new(opener));
     }
 
     /// How much of a payload is still to come, before anything else can.
     pub fn payload_left(&self) -> u64 {
+        if let Some(records) = &self.records {
+            return records.bytes_left();
+        }
         self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data).map_or(0, Incoming::left)
     }
 
@@ -101,9 +114,10 @@ impl Inbox {
         out: &mut Vec<Received>,
     ) -> Result<bool, LinkError> {
         let direct = self.direct(arrivals);
-        let result = match direct {
-            Some(message) => self.read_direct(socket, &arrivals[&message]),
-            None => self.read_ahead(socket),
+        let result = match (&mut self.records, direct) {
+            (Some(records), _) => records.read(|into| receive(socket, into, &mut self.descriptors)),
+            (None, Some(message)) => self.read_direct(socket, &arrivals[&message]),
+            (None, None) => self.read_ahead(socket),
         };
         match result {
             Ok(0) => return Err(LinkError::Closed),
@@ -112,7 +126,10 @@ impl Inbox {
             Err(Errno::INTR) => return Ok(true),
             Err(errno) => return Err(errno.into()),
         }
-        self.parse(arrivals, out)?;
+        match self.records.is_some() {
+            true => self.open_records(arrivals, out)?,
+            false => self.parse(arrivals, out)?,
+        }
         // They come with the frames that speak of them.
         match self.descriptors.len() > MAX_DESCRIPTORS {
             true => Err(LinkError::Io(io::Error::new(
@@ -121,6 +138,38 @@ impl Inbox {
             ))),
             false => Ok(true),
         }
+    }
+
+    /// Takes apart the records that are whole. Nothing of one is used before it is known to be genuine.
+    fn open_records(&mut self, arrivals: &mut Arrivals, out: &mut Vec<Received>) -> Result<(), LinkError> {
+        let Some(mut records) = self.records.take() else { return Ok(()) };
+        let mut take = || -> Result<(), LinkError> {
+            while let Some(frame) = records.next()? {
+                out.push(self.take_frame(frame, arrivals)?);
+            }
+            Ok(())
+        };
+        let taken = take();
+        self.records = Some(records);
+        taken
+    }
+
+    /// A whole frame, which the peer made.
+    fn take_frame(&mut self, frame: &[u8], arrivals: &mut Arrivals) -> Result<Received, LinkError> {
+        let (head, payload) = frame.split_first_chunk::<HEADER_BYTES>().expect("records hold frames");
+        let header = self.check_header(head, arrivals)?;
+        if header.len as usize != payload.len() {
+            return Err(header.unexpected("its record has another length").into());
+        }
+        let mut incoming = Incoming { header, got: header.len, crc: 0, control: vec![] };
+        match header.kind {
+            Kind::Data => {
+                let expected = &arrivals[&incoming.message()].expected;
+                expected.place.unpack(header.offset, payload, expected.combine);
+            }
+            _ => incoming.control = payload.to_vec(),
+        }
+        Ok(finish(incoming, arrivals))
     }
 
     /// The message whose payload can be read straight into place.
@@ -175,6 +224,14 @@ impl Inbox {
         let Some(bytes) = self.ahead[self.start..self.end].first_chunk::<HEADER_BYTES>() else {
             return Ok(false);
         };
+        let header = self.check_header(&bytes.clone(), arrivals)?;
+        self.start += HEADER_BYTES;
+        self.incoming = Some(Incoming { header, got: 0, crc: 0, control: vec![] });
+        Ok(true)
+    }
+
+    /// A header that has its place here.
+    fn check_header(&mut self, bytes: &[u8; HEADER_BYTES], arrivals: &Arrivals) -> Result<Header, LinkError> {
         let header = Header::decode(bytes)?;
         header.check_fields()?;
         match header.kind {
@@ -183,9 +240,7 @@ impl Inbox {
             Kind::Data => check_data(&header, arrivals)?,
             _ => {}
         }
-        self.start += HEADER_BYTES;
-        self.incoming = Some(Incoming { header, got: 0, crc: 0, control: vec![] });
-        Ok(true)
+        Ok(header)
     }
 
     /// Moves what the buffer has of the payload to where it belongs.

@@ -29,6 +29,7 @@ pub mod mem;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub(crate) mod outbox;
+mod sealed;
 mod shm;
 pub mod stream;
 pub mod tcp;

@@ -13,9 +13,11 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
+use super::sealed::Sealed;
 use super::{Event, LinkError, Message};
 use crate::checksum;
 use crate::memory::place::Lent;
+use crate::protect::Sealer;
 use crate::wire::{HEADER_BYTES, Header, Kind};
 
 /// Runs shorter than this are packed first: a slice of a system call costs about as much as copying a few hundred bytes.
@@ -78,11 +80,17 @@ pub struct Outbox {
     data_bytes: u64,
     /// Everything that was written.
     pub bytes: u64,
+    sealed: Option<Sealed>,
 }
 
 impl Outbox {
+    /// From now on frames are protected.
+    pub fn protect(&mut self, sealer: Sealer) {
+        self.sealed = Some(Sealed::new(sealer));
+    }
+
     pub fn is_empty(&self) -> bool {
-        self.frames.is_empty()
+        self.frames.is_empty() && self.sealed.as_ref().is_none_or(Sealed::is_empty)
     }
 
     pub fn has_room(&self) -> bool {
@@ -129,7 +137,9 @@ impl Outbox {
     pub fn push_data(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         let (offset, len) = (part.start, part.end - part.start);
         let sent = Some(Event::Sent { message, upto: part.end });
-        let (body, payload_crc) = if from.view().run_bytes() < MIN_DIRECT_RUN {
+        let (body, payload_crc) = if self.sealed.is_some() {
+            (Body::Place(from.clone(), part), 0) // its tag says more than a checksum
+        } else if from.view().run_bytes() < MIN_DIRECT_RUN {
             let mut packed = Vec::with_capacity(len as usize);
             from.pack(part, &mut packed);
             let crc = checksum::crc32c(&packed);
@@ -162,8 +172,14 @@ impl Outbox {
 
     /// Writes until the socket is full.
     pub fn flush(&mut self, socket: BorrowedFd<'_>, events: &mut Vec<Event>) -> Result<(), LinkError> {
-        while !self.frames.is_empty() {
-            match self.write_once(socket) {
+        while !self.is_empty() {
+            self.seal_some();
+            let written = match &self.sealed {
+                Some(sealed) => sealed.write_once(socket),
+                None => self.write_once(socket),
+            };
+            match written {
+                Ok(bytes) if self.sealed.is_some() => self.advance_sealed(bytes, events),
                 Ok(bytes) => self.advance(bytes as u64, events),
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => {}
@@ -193,6 +209,31 @@ impl Outbox {
             ancillary.push(SendAncillaryMessage::ScmRights(descriptor));
         }
         sendmsg(socket, &slices, &mut ancillary, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+    }
+
+    /// Numbers and protects what is next; from then on nothing overtakes it.
+    fn seal_some(&mut self) {
+        let Some(sealed) = &mut self.sealed else { return };
+        while sealed.has_room()
+            && let Some(frame) = self.frames.pop_front()
+        {
+            self.num_urgent = self.num_urgent.saturating_sub(1);
+            let bytes = frame.len() - HEADER_BYTES as u64;
+            sealed.push(frame.sent, bytes, |record| {
+                record.extend_from_slice(&frame.header);
+                match &frame.body {
+                    Body::Bytes(bytes) => record.extend_from_slice(bytes),
+                    Body::Place(place, part) => place.pack(part.clone(), record),
+                }
+            });
+        }
+    }
+
+    fn advance_sealed(&mut self, bytes: usize, events: &mut Vec<Event>) {
+        self.bytes += bytes as u64;
+        let Some(sealed) = &mut self.sealed else { return };
+        let data_bytes = sealed.advance(bytes, events);
+        self.data_bytes = self.data_bytes.saturating_sub(data_bytes);
     }
 
     fn advance(&mut self, mut bytes: u64, events: &mut Vec<Event>) {

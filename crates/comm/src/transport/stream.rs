@@ -16,6 +16,7 @@ use super::outbox::Outbox;
 use super::shm::Shm;
 use super::{Control, Event, Expected, Link, LinkError, Message, tcp, words};
 use crate::memory::place::Lent;
+use crate::protect::Session;
 use crate::wire::{Header, Kind, MAX_PAYLOAD};
 
 /// What the kernel holds of ours: a few milliseconds of a fast NIC, little enough that who is next stays our decision.
@@ -51,6 +52,16 @@ impl StreamLink {
         tcp::tune(&stream)?;
         sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER_BYTES)?;
         Ok(Self { wakes_at: Some(1), ..Self::new(me, peer, stream.into(), None)? })
+    }
+
+    /// The same, for frames that are protected as both sides agreed in their handshake.
+    pub fn protected(me: Rank, peer: Rank, stream: TcpStream, session: &Session) -> Result<Self, LinkError> {
+        let mut link = Self::tcp(me, peer, stream)?;
+        if let Some((sealer, opener)) = session.ends() {
+            link.outbox.protect(sealer);
+            link.inbox.protect(opener);
+        }
+        Ok(link)
     }
 
     /// To a process of the same host. What lies in shared memory is copied from there.

@@ -10,10 +10,14 @@ use std::collections::BTreeMap;
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Barrier;
+use std::time::Duration;
 
+use crossmesh_comm::auth::{Claim, Role, Secret, answer_session, dial_session};
 use crossmesh_comm::buffer::Sharing;
+use crossmesh_comm::deadline::{Deadline, Socket};
 use crossmesh_comm::engine::EngineOptions;
 use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport, execute, peers_of};
+use crossmesh_comm::protect::{Protect, Session};
 use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::mem::MemLink;
 use crossmesh_comm::transport::stream::StreamLink;
@@ -27,12 +31,15 @@ pub enum Kind {
     Mem,
     Tcp,
     Shm,
+    /// Over TCP, every frame protected.
+    Signed,
+    Encrypted,
     /// Ranks are processes, which mpirun has started.
     #[cfg(feature = "mpi")]
     Mpi,
 }
 
-pub const KINDS: [Kind; 3] = [Kind::Mem, Kind::Tcp, Kind::Shm];
+pub const KINDS: [Kind; 5] = [Kind::Mem, Kind::Tcp, Kind::Shm, Kind::Signed, Kind::Encrypted];
 
 pub type Links = Vec<(Rank, Box<dyn Link>)>;
 
@@ -56,8 +63,42 @@ pub fn link_pair(kind: Kind, a: Rank, b: Rank) -> (Box<dyn Link>, Box<dyn Link>)
             let (x, y) = UnixStream::pair().unwrap();
             (Box::new(StreamLink::local(a, b, x).unwrap()), Box::new(StreamLink::local(b, a, y).unwrap()))
         }
+        Kind::Signed => protected_pair(Protect::Sign, a, b),
+        Kind::Encrypted => protected_pair(Protect::Encrypt, a, b),
         #[cfg(feature = "mpi")]
         Kind::Mpi => unreachable!("the other end is in another process"),
+    }
+}
+
+fn protected_pair(protect: Protect, a: Rank, b: Rank) -> (Box<dyn Link>, Box<dyn Link>) {
+    let (x, y) = tcp_pair();
+    let (x, y, [ours, theirs]) = shake_hands(x, y, protect, a, b);
+    (
+        Box::new(StreamLink::protected(a, b, x, &ours).unwrap()),
+        Box::new(StreamLink::protected(b, a, y, &theirs).unwrap()),
+    )
+}
+
+/// The handshake of a data connection, from `a` to `b`.
+pub fn shake_hands(
+    x: TcpStream,
+    y: TcpStream,
+    protect: Protect,
+    a: Rank,
+    b: Rank,
+) -> (TcpStream, TcpStream, [Session; 2]) {
+    let secret = Secret::from_text("a secret of sixteen").unwrap().protecting(protect);
+    let soon = || Deadline::after(Duration::from_secs(10));
+    let claim = Claim { role: Role::Data, from: a, to: b };
+    let (mut x, mut y) = (Socket::Tcp(x), Socket::Tcp(y));
+    let (ours, theirs) = std::thread::scope(|scope| {
+        let dialed = scope.spawn(|| dial_session(&mut x, &secret, claim, soon()).unwrap());
+        let (_, theirs) = answer_session(&mut y, &secret, soon(), |_| Ok(())).unwrap();
+        (dialed.join().unwrap(), theirs)
+    });
+    match (x.without_timeouts().unwrap(), y.without_timeouts().unwrap()) {
+        (Socket::Tcp(x), Socket::Tcp(y)) => (x, y, [ours, theirs]),
+        _ => unreachable!("they are TCP's"),
     }
 }
 
