@@ -8,6 +8,7 @@
 //! bf16[4096]@A{fsdp:16}(fsdp) -> bf16[4096]@B{dp:2,tp:8}(_)
 //! ```
 
+use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -266,6 +267,10 @@ pub fn read_plan(path: &Path) -> Result<PlanFile> {
 pub fn read_pairs(path: &Path) -> Result<Vec<(String, Layout, Layout)>> {
     let text = read_text(path)?;
     let pairs = parse_pairs(&text).with_context(|| path.display().to_string())?;
+    let mut names = BTreeSet::new();
+    if let Some((twice, ..)) = pairs.iter().find(|(name, ..)| !name.is_empty() && !names.insert(name)) {
+        bail!("{} names `{twice}` twice\nhint: a tensor has a name of its own", path.display());
+    }
     if pairs.is_empty() {
         bail!("{} names no tensor\nhint: {PAIR_HINT}", path.display());
     }

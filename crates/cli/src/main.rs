@@ -8,6 +8,7 @@
 
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 
 mod chrome;
@@ -31,6 +32,7 @@ mod suite;
 mod summary;
 mod sweep_doc;
 mod task;
+mod tensors;
 mod timetable;
 mod trace_doc;
 mod training;
@@ -44,13 +46,14 @@ enum Answer {
     Code(u8),
 }
 
-/// Plan, explain, check and predict cross-mesh resharding.
+/// Move sharded tensors between device meshes, and train models across them: plan, prove, predict, run.
 #[derive(Debug, Parser)]
-#[command(name = "crossmesh", version, propagate_version = true, disable_help_subcommand = true)]
+#[command(name = "crossmesh", version, propagate_version = true)]
 #[command(after_help = "Exit status: 0 yes, 1 the answer is no, 2 could not do it.
 
 Examples:
   crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'
+  crossmesh train examples/gpt-mini.toml
   crossmesh bench reshard --predict")]
 struct Cli {
     #[command(subcommand)]
@@ -76,9 +79,17 @@ enum Command {
     Completions(commands::completions::Args),
 }
 
+/// The error without advice to pass a flag that does not exist as a value: nobody wants that.
+fn plainer(mut error: clap::Error) -> clap::Error {
+    if error.kind() == ErrorKind::UnknownArgument && error.get(ContextKind::SuggestedArg).is_none() {
+        error.remove(ContextKind::Suggested);
+    }
+    error
+}
+
 fn main() -> ExitCode {
     crossmesh_comm::launch::survive_file_limits();
-    let cli = Cli::parse();
+    let cli = Cli::try_parse().unwrap_or_else(|error| plainer(error).exit());
     if !matches!(cli.command, Command::Launch(_)) {
         // Programs of others that we start keep the limits that their user gave them.
         crossmesh_comm::limits::raise_descriptor_limit();

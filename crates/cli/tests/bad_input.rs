@@ -49,13 +49,22 @@ fn pairs_that_do_not_fit() {
     for (dst, why) in [
         ("f32[8,7]@B{tp:3}(_,tp)", "differ in shape"),
         ("f16[8,6]@B{tp:3}(_,tp)", "differ in dtype"),
-        ("f32[8,6]@B{tp:3}(_,_ | sum tp)", "partial"),
+        ("f32[8,6]@B{tp:3}(_,_ | sum tp)", "whole values are one part, 3 are wanted"),
         ("f32[8,6]@A{tp:3}(_,tp)", "given twice"),
         ("f32[8,6]@B{tp:3}=90-92(_,tp)", "without a device"),
     ] {
         let stderr = explain_refused(SRC, dst);
         assert!(stderr.contains(why), "{dst}: {stderr}");
     }
+}
+
+#[test]
+fn a_name_twice() {
+    let scratch = Scratch::new();
+    let line = "w: f32[8]@A{tp:2}(tp) -> f32[8]@B{tp:2}(_)\n";
+    let path = scratch.file("pairs.txt", line.repeat(2));
+    let stderr = refused(&["explain", "--pairs", path.to_str().unwrap()]);
+    assert!(stderr.contains("names `w` twice"), "{stderr}");
 }
 
 /// Each size fits into 64 bits; their sums would not.

@@ -66,6 +66,25 @@ impl DType {
     }
 }
 
+impl DType {
+    /// What torch, numpy, JAX and people call it; read, never written.
+    pub fn other_names(self) -> &'static [&'static str] {
+        match self {
+            DType::F64 => &["float64", "fp64", "double"],
+            DType::F32 => &["float32", "fp32", "float"],
+            DType::Bf16 => &["bfloat16"],
+            DType::F16 => &["float16", "fp16", "half"],
+            DType::F8E4M3 => &["float8_e4m3fn", "f8e4m3fn"],
+            DType::F8E5M2 => &["float8_e5m2"],
+            DType::I64 => &["int64"],
+            DType::I32 => &["int32"],
+            DType::I8 => &["int8"],
+            DType::U8 => &["uint8"],
+            DType::Bool => &[],
+        }
+    }
+}
+
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -76,6 +95,7 @@ impl FromStr for DType {
     type Err = ();
 
     fn from_str(s: &str) -> Result<Self, ()> {
-        DType::ALL.into_iter().find(|d| d.name() == s).ok_or(())
+        let named = |d: &DType| d.name() == s || d.other_names().contains(&s);
+        DType::ALL.into_iter().find(named).ok_or(())
     }
 }

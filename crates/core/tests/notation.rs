@@ -1,5 +1,6 @@
 //! The notation: what prints parses back, every error is the one a person reviewed, and no text panics.
 
+use crossmesh_core::dtype::DType;
 use crossmesh_core::layout::{Layout, Rule};
 use crossmesh_core::mesh::Mesh;
 use crossmesh_core::region::Region;
@@ -251,10 +252,10 @@ hint: give 2 terms; `_` leaves a dim whole"
     );
     assert!(error("f32[1,1,1,1,1,1,1,1,1]@A{tp:2}(_)").starts_with("the tensor has 9 dims, more than 8"));
     assert_eq!(
-        error("float32[8]@A{tp:2}(tp)"),
-        "unknown dtype `float32`
-  float32[8]@A{tp:2}(tp)
-  ^^^^^^^
+        error("quad[8]@A{tp:2}(tp)"),
+        "unknown dtype `quad`
+  quad[8]@A{tp:2}(tp)
+  ^^^^
 hint: dtypes are f64 f32 bf16 f16 f8e4m3 f8e5m2 i64 i32 i8 u8 bool"
     );
     assert!(error("f32[8]@A{tp:2}(_ | avg tp)").starts_with("unknown reduction `avg`"));
@@ -291,4 +292,21 @@ fn a_long_line_is_shown_in_part() {
     let shown = error(&text);
     let lines: Vec<&str> = shown.lines().collect();
     assert_eq!(lines[1].chars().nth(lines[2].find('^').unwrap()), Some('é'));
+}
+
+#[test]
+fn names_of_other_systems_are_read() {
+    for (read, written) in [
+        ("bfloat16[8]@trainer-0{tp:2}(tp)", "bf16[8]@trainer-0{tp:2}(tp)"),
+        ("float8_e4m3fn[8]@a-b-2{tp:2}=0-1(tp)", "f8e4m3[8]@a-b-2{tp:2}=0-1(tp)"),
+        ("half[8]@A{tp:2}(tp)", "f16[8]@A{tp:2}(tp)"),
+    ] {
+        let layout: Layout = read.parse().unwrap();
+        assert_eq!(layout.to_string(), written);
+        assert_eq!(written.parse::<Layout>().unwrap(), layout);
+    }
+    for dtype in DType::ALL {
+        assert!(dtype.other_names().iter().all(|name| name.parse() == Ok(dtype)), "{dtype}");
+    }
+    assert!("f32[8]@trainer-{tp:2}(tp)".parse::<Layout>().is_err());
 }

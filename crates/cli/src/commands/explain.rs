@@ -17,6 +17,7 @@ use crate::predict::Prediction;
 use crate::replay::replay;
 use crate::report;
 use crate::summary::{self, SMALL_PLAN};
+use crate::tensors;
 
 /// Show who sends what to whom, how long it takes, and how far from the bound that is.
 #[derive(Debug, clap::Args)]
@@ -82,7 +83,7 @@ pub fn render(prediction: &Prediction) -> String {
         Bytes(plan.chunk_bytes),
         summary::place(&plan.problem)
     );
-    text += &tensors(plan);
+    text += &tensors(prediction);
     text += &host_pairs(plan);
     text += &transfers(plan);
     text += &summary::busiest_links(prediction, 6);
@@ -97,23 +98,26 @@ pub fn render(prediction: &Prediction) -> String {
 }
 
 /// The tensors of a plan for many, the largest first.
-fn tensors(plan: &Plan) -> String {
+fn tensors(prediction: &Prediction) -> String {
     const SHOWN: usize = 10;
-    let reshards = &plan.problem.reshards;
-    if reshards.len() == 1 {
+    if prediction.plan.problem.reshards.len() == 1 {
         return String::new();
     }
-    let mut order: Vec<usize> = (0..reshards.len()).collect();
-    order.sort_by_key(|&i| (std::cmp::Reverse(reshards[i].src.layout.bytes()), i));
-    let mut table = Table::new("lllr");
-    table.row(["name", "source", "destination", "bytes"]);
-    for &i in order.iter().take(SHOWN) {
-        let r = &reshards[i];
-        let name = if r.name.is_empty() { format!("tensor {i}") } else { r.name.clone() };
-        let (src, dst) = (r.src.layout.summary(), r.dst.layout.summary());
-        table.row([name, src, dst, Bytes(r.src.layout.bytes()).to_string()]);
+    let (rows, busiest) = tensors::rows(prediction);
+    let mut table = Table::new("lrrrrl");
+    let share = if busiest.is_empty() { "share".to_string() } else { format!("of {busiest}") };
+    table.row(["name", "bytes", "transfers", "under way", &share, "source -> destination"].map(String::from));
+    for row in rows.iter().take(SHOWN) {
+        table.row([
+            row.name.clone(),
+            Bytes(row.bytes).to_string(),
+            row.transfers.to_string(),
+            Seconds(row.end_s - row.start_s).to_string(),
+            format!("{:.1} %", 100.0 * row.share_of_busiest_link),
+            format!("{} -> {}", row.src, row.dst),
+        ]);
     }
-    format!("tensors\n{}{}", table.render(2), and_more(reshards.len(), SHOWN, "tensor"))
+    format!("tensors\n{}{}", table.render(2), and_more(rows.len(), SHOWN, "tensor"))
 }
 
 fn host_pairs(plan: &Plan) -> String {
@@ -141,7 +145,7 @@ fn transfers(plan: &Plan) -> String {
     let mut table = Table::new("lllrl");
     for (id, t) in all.iter().enumerate() {
         let region = plan.region(t).to_string();
-        let region = if many { format!("#{} {region}", t.tensor) } else { region };
+        let region = if many { format!("{} {region}", name_of(plan, t.tensor)) } else { region };
         let link = if plan.crosses_hosts(t) { "nic" } else { "local" };
         let after: Vec<String> = plan.after(t).iter().map(|a| a.to_string()).collect();
         let mut notes = vec![];
@@ -158,6 +162,14 @@ fn transfers(plan: &Plan) -> String {
         table.row([format!("t{id}"), way, region, Bytes(t.bytes).to_string(), link.into(), notes.join(", ")]);
     }
     format!("transfers\n{}", table.render(2))
+}
+
+/// A tensor's name, or its number where it has none.
+fn name_of(plan: &Plan, tensor: u32) -> String {
+    match plan.problem.reshards[tensor as usize].name.as_str() {
+        "" => format!("#{tensor}"),
+        name => name.to_string(),
+    }
 }
 
 fn figures(prediction: &Prediction) -> String {

@@ -307,7 +307,11 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
         Started::ByOthers { launcher, hosts, transport } => (hosts, Some(launcher), Some(transport)),
     };
     let median_s = measured.median_s();
-    let finite = |ratio: f64| Some(ratio).filter(|r| r.is_finite());
+    // Loopback is none of the NICs that are assumed where nobody described any.
+    let said = &args.problem.hosts;
+    let described = said.cluster.is_some() || said.nic.is_some();
+    let comparable = args.run.emulate.is_some() || described;
+    let finite = |ratio: f64| Some(ratio).filter(|r| comparable && r.is_finite());
     Report {
         schema: "crossmesh.run/1",
         strategy: prediction.plan.strategy.clone(),
@@ -348,8 +352,10 @@ fn render(prediction: &Prediction, report: &Report) -> String {
     let _ = writeln!(text, "  strategy {}, {place}, {nics}", report.strategy);
     let runs: Vec<String> = report.measured_s.iter().map(|s| Seconds(*s).to_string()).collect();
     let _ = writeln!(text, "measured     {}", runs.join(", "));
+    let elsewhere =
+        if report.over_predicted.is_some() { "" } else { ", on NICs that are assumed; these are others" };
     let _ = writeln!(text, "lower bound  {}", Seconds(report.lower_bound_s));
-    let _ = writeln!(text, "predicted    {}", Seconds(report.predicted_s));
+    let _ = writeln!(text, "predicted    {}{elsewhere}", Seconds(report.predicted_s));
     if let Some(worst) = report.memory.iter().max_by_key(|m| (m.beyond(), std::cmp::Reverse(m.rank))) {
         let ExtraMemory { extra_bytes_measured, extra_bytes_proven, socket_bytes } = worst.extra;
         let _ = writeln!(

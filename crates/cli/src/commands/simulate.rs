@@ -22,6 +22,7 @@ use crate::links::{self, Row};
 use crate::output::{self, Format, count};
 use crate::predict::{Prediction, Violation};
 use crate::summary;
+use crate::tensors::{self, TensorRow};
 
 /// Predict how long a plan, a program or a training step takes, on its own cluster or another.
 #[derive(Debug, clap::Args)]
@@ -59,6 +60,8 @@ struct Simulation {
     peak_extra_bytes: u64,
     /// Busiest first.
     links: Vec<LinkReport>,
+    /// Largest first.
+    tensors: Vec<TensorRow>,
 }
 
 #[derive(Debug, Serialize)]
@@ -183,6 +186,7 @@ fn simulation(prediction: &Prediction) -> Simulation {
         bound_reason: prediction.bound.reason.clone(),
         peak_extra_bytes: prediction.peak_extra_bytes(),
         links: rows.into_iter().map(LinkReport::from).collect(),
+        tensors: tensors::rows(prediction).0,
     }
 }
 

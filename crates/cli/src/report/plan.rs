@@ -9,17 +9,21 @@ use serde_json::{Value, json};
 use crate::output::count;
 use crate::predict::Prediction;
 use crate::summary;
+use crate::tensors;
 
 use super::{Page, card, escape, matrix, timeline};
 
 /// The first so many transfers are listed.
 const LISTED: usize = 200;
+/// The first so many tensors.
+const LISTED_TENSORS: usize = 20;
 
 /// The page. `provenance` is the footer: command and version.
 pub fn render(prediction: &Prediction, provenance: Vec<String>) -> String {
     let plan = &prediction.plan;
     let mut body = figures(prediction);
     body += &why(prediction);
+    body += &tensors(prediction);
     body += &section(
         "Traffic between hosts",
         "Bytes from a sending host (row) to a receiving host (column); darker is more. What moves inside a host is \
@@ -124,6 +128,42 @@ fn timelines(prediction: &Prediction) -> String {
         timeline::MAX_ROWS
     );
     section("NICs over time", &note, &timeline::render(prediction))
+}
+
+/// Which tensor takes longest: the largest first.
+fn tensors(prediction: &Prediction) -> String {
+    let (rows, busiest) = tensors::rows(prediction);
+    if rows.len() == 1 {
+        return String::new();
+    }
+    let mut table = format!(
+        "<table>\n<tr><th>tensor</th><th class=\"num\">bytes</th><th class=\"num\">transfers</th>\
+         <th class=\"num\">under way</th><th class=\"num\">of {}</th></tr>\n",
+        escape(&busiest)
+    );
+    for row in rows.iter().take(LISTED_TENSORS) {
+        let _ = writeln!(
+            table,
+            "<tr title=\"{} → {}\"><td>{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td>\
+             <td class=\"num\">{:.1} %</td></tr>",
+            escape(&row.src),
+            escape(&row.dst),
+            escape(&row.name),
+            Bytes(row.bytes),
+            row.transfers,
+            Seconds(row.end_s - row.start_s),
+            100.0 * row.share_of_busiest_link
+        );
+    }
+    table += "</table>\n";
+    let more = match rows.len() > LISTED_TENSORS {
+        true => format!(" The first {LISTED_TENSORS} of {}.", rows.len()),
+        false => String::new(),
+    };
+    let note = format!(
+        "The largest first. Tensors travel side by side; the last column is what each takes of the busiest link.{more}"
+    );
+    section("Tensors", &note, &table)
 }
 
 fn transfers(plan: &Plan) -> String {

@@ -104,6 +104,20 @@ impl<'a> Cursor<'a> {
         Ok((&rest[..len], at))
     }
 
+    /// A mesh's name: as any, and dashes inside, as in `trainer-0`.
+    fn mesh_name(&mut self) -> Result<(&'a str, Range<usize>), NotationError> {
+        let (_, mut at) = self.name("a mesh name")?;
+        loop {
+            let behind = self.rest().strip_prefix('-').unwrap_or_default();
+            let len = behind.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(behind.len());
+            if len == 0 {
+                return Ok((&self.text[at.clone()], at));
+            }
+            self.at += 1 + len;
+            at.end = self.at;
+        }
+    }
+
     pub(super) fn number(&mut self) -> Result<(u64, Range<usize>), NotationError> {
         self.skip_blanks();
         let rest = self.rest();
@@ -192,7 +206,7 @@ impl<'a> Cursor<'a> {
 
     /// A mesh, and whether it was given by sizes alone (`A:2x4`), as Alpa does.
     fn mesh_or_sizes(&mut self) -> Result<(Mesh, bool), NotationError> {
-        let (name, name_at) = self.name("a mesh name")?;
+        let (name, name_at) = self.mesh_name()?;
         let sized = self.take(':');
         let axes = if sized { self.sized_axes()? } else { self.named_axes()? };
         let mesh_at = name_at.start..self.at;
