@@ -1,0 +1,137 @@
+//! The command `crossmesh`: talks to people and files, and leaves every decision to `crossmesh-core`. A library, so that the Python package
+//! says the same in the same words.
+//!
+//! ```text
+//! arguments -> input (files, notation) -> core (plan, verify, simulate) -> summary -> text, JSON, HTML
+//! ```
+//!
+//! Answers go to stdout, everything else to stderr. Exit 0: yes. 1: the answer is no. 2: could not do it.
+
+use std::process::ExitCode;
+
+use clap::error::{ContextKind, ErrorKind};
+use clap::{CommandFactory, Parser, Subcommand};
+
+use predict::Prediction;
+
+mod chrome;
+mod commands;
+mod files;
+pub mod input;
+mod joined;
+mod links;
+mod output;
+mod part;
+mod pipeline;
+pub mod predict;
+mod rates;
+mod records;
+#[cfg(test)]
+mod reference;
+mod replay;
+mod report;
+mod runner;
+mod suite;
+mod summary;
+mod sweep_doc;
+mod task;
+mod tensors;
+mod timetable;
+mod trace_doc;
+mod training;
+
+/// What `crossmesh explain` prints about a plan.
+pub fn explained(prediction: &Prediction) -> String {
+    commands::explain::render(prediction)
+}
+
+/// The report of a plan as one HTML page; the footer says where it came from.
+pub fn page(prediction: &Prediction, provenance: Vec<String>) -> String {
+    report::plan::render(prediction, provenance)
+}
+
+/// What a command found out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Yes,
+    No,
+    /// A program that was started for somebody ended with this code.
+    Code(u8),
+}
+
+/// Move sharded tensors between device meshes, and train models across them: plan, prove, predict, run.
+#[derive(Debug, Parser)]
+#[command(name = "crossmesh", version, propagate_version = true)]
+#[command(after_help = "Exit status: 0 yes, 1 the answer is no, 2 could not do it.
+
+Examples:
+  crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'
+  crossmesh train examples/gpt-mini.toml
+  crossmesh bench reshard --predict")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Explain(commands::explain::Args),
+    Plan(commands::plan::Args),
+    Verify(commands::verify::Args),
+    Simulate(commands::simulate::Args),
+    Diff(commands::diff::Args),
+    Bench(commands::bench::Args),
+    Schedule(commands::schedule::Args),
+    Data(commands::data::Args),
+    Run(commands::run::Args),
+    Train(commands::train::Args),
+    Launch(commands::launch::Args),
+    Checkpoint(commands::checkpoint::Args),
+    #[command(hide = true)]
+    Rank(commands::rank::Args),
+    Completions(commands::completions::Args),
+}
+
+/// The error without advice to pass a flag that does not exist as a value: nobody wants that.
+fn plainer(mut error: clap::Error) -> clap::Error {
+    if error.kind() == ErrorKind::UnknownArgument && error.get(ContextKind::SuggestedArg).is_none() {
+        error.remove(ContextKind::Suggested);
+    }
+    error
+}
+
+/// Runs the command line that the process was started with.
+pub fn main() -> ExitCode {
+    crossmesh_comm::launch::survive_file_limits();
+    let cli = Cli::try_parse().unwrap_or_else(|error| plainer(error).exit());
+    if !matches!(cli.command, Command::Launch(_)) {
+        // Programs of others that we start keep the limits that their user gave them.
+        crossmesh_comm::limits::raise_descriptor_limit();
+    }
+    let answer = match cli.command {
+        Command::Explain(args) => commands::explain::run(&args),
+        Command::Plan(args) => commands::plan::run(&args),
+        Command::Verify(args) => commands::verify::run(&args),
+        Command::Simulate(args) => commands::simulate::run(&args),
+        Command::Diff(args) => commands::diff::run(&args),
+        Command::Bench(args) => commands::bench::run(&args),
+        Command::Schedule(args) => commands::schedule::run(&args),
+        Command::Data(args) => commands::data::run(&args),
+        Command::Run(args) => commands::run::run(args),
+        Command::Train(args) => commands::train::run(&args),
+        Command::Rank(args) => commands::rank::run(&args),
+        Command::Launch(args) => commands::launch::run(&args),
+        Command::Checkpoint(args) => commands::checkpoint::run(&args),
+        Command::Completions(args) => commands::completions::run(&args, Cli::command()),
+    };
+    joined::leave(answer.is_ok());
+    match answer {
+        Ok(Answer::Yes) => ExitCode::SUCCESS,
+        Ok(Answer::No) => ExitCode::from(1),
+        Ok(Answer::Code(code)) => ExitCode::from(code),
+        Err(error) => {
+            output::print_error(&error);
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! The Python module `crossmesh._native`: layouts and plans as Python sees them.
+//!
+//! ```text
+//! python/crossmesh   names, keywords, torch and JAX        this crate converts        crossmesh-cli, -core decide and say
+//! ```
+//!
+//! Whatever takes long runs without the interpreter's lock.
+
+mod errors;
+mod layout;
+mod plan;
+
+use pyo3::prelude::*;
+
+/// What Python imports.
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::errors::{CrossmeshError, LayoutError, PlanError};
+    #[pymodule_export]
+    use crate::layout::Layout;
+    #[pymodule_export]
+    use crate::plan::{Plan, plan, read_plan};
+
+    use super::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

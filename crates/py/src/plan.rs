@@ -1,0 +1,194 @@
+//! Plans: made, read, proven, predicted and shown.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use crossmesh_cli::input::{HostArgs, PlanArgs};
+use crossmesh_cli::predict::Prediction;
+use crossmesh_core::id::Rank;
+use crossmesh_core::program::doc::ProgramDoc;
+use crossmesh_core::reshard::doc::PlanDoc;
+use crossmesh_core::reshard::jobs::offset_destinations;
+use crossmesh_core::reshard::lower::{Addressing, project};
+use crossmesh_core::reshard::{Plan as Inner, lower_bound, plan as make};
+use crossmesh_core::verify::verify;
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+
+use crate::errors::plan_error;
+use crate::layout::Layout;
+
+/// Transfers of boxes that turn source layouts into destination layouts.
+#[pyclass(frozen, module = "crossmesh", name = "Plan")]
+pub struct Plan {
+    plan: Inner,
+    /// Made when somebody asks.
+    prediction: OnceLock<Prediction>,
+    bound_s: OnceLock<f64>,
+}
+
+impl Plan {
+    fn new(plan: Inner) -> Self {
+        Self { plan, prediction: OnceLock::new(), bound_s: OnceLock::new() }
+    }
+
+    /// The plan, proven and simulated.
+    fn prediction(&self, py: Python<'_>) -> PyResult<&Prediction> {
+        if self.prediction.get().is_none() {
+            let made = py.detach(|| Prediction::of_plan(self.plan.clone()));
+            let made = made.map_err(|error| plan_error(format!("{error:#}")))?;
+            let _ = self.prediction.set(made); // somebody else's is as good
+        }
+        Ok(self.prediction.get().expect("just made"))
+    }
+}
+
+#[pymethods]
+impl Plan {
+    /// Proves that every element arrives exactly once, in an order that cannot get stuck; raises PlanError with the law that is broken.
+    fn verify(&self, py: Python<'_>) -> PyResult<String> {
+        let proof = py.detach(|| verify(&self.plan)).map_err(plan_error)?;
+        Ok(proof.to_string())
+    }
+
+    /// What `crossmesh explain` prints: who sends what to whom, how long it takes, and why.
+    fn explain(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(crossmesh_cli::explained(self.prediction(py)?))
+    }
+
+    /// The report as one HTML page.
+    fn html(&self, py: Python<'_>) -> PyResult<String> {
+        let version = format!("crossmesh {}", env!("CARGO_PKG_VERSION"));
+        Ok(crossmesh_cli::page(self.prediction(py)?, vec![version]))
+    }
+
+    /// The document `crossmesh.plan/1`.
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(self.prediction(py)?.document())
+    }
+
+    /// What one rank does, as a document `crossmesh.program/1` in which the others do nothing.
+    fn for_rank(&self, py: Python<'_>, rank: u32) -> PyResult<String> {
+        let num_ranks = self.plan.problem.topology.num_ranks();
+        if rank as usize >= num_ranks {
+            return Err(PyIndexError::new_err(format!("rank {rank}: the plan has ranks 0 to {}", num_ranks - 1)));
+        }
+        let program = py.detach(|| project(&self.plan, Rank(rank), Addressing::Apart));
+        Ok(ProgramDoc::new(&program, None).to_json())
+    }
+
+    /// No plan is faster, in seconds.
+    #[getter]
+    fn lower_bound_s(&self, py: Python<'_>) -> PyResult<f64> {
+        if let Some(seconds) = self.bound_s.get() {
+            return Ok(*seconds);
+        }
+        let bound = py.detach(|| lower_bound(&self.plan.problem)).map_err(plan_error)?;
+        Ok(*self.bound_s.get_or_init(|| bound.seconds))
+    }
+
+    /// How long it takes, simulated, in seconds.
+    #[getter]
+    fn predicted_s(&self, py: Python<'_>) -> PyResult<f64> {
+        Ok(self.prediction(py)?.seconds())
+    }
+
+    /// The predicted time over the bound.
+    #[getter]
+    fn gap(&self, py: Python<'_>) -> PyResult<f64> {
+        Ok(self.prediction(py)?.ratio())
+    }
+
+    /// The most memory that a rank needs beside its tensors.
+    #[getter]
+    fn peak_extra_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.prediction(py)?.peak_extra_bytes())
+    }
+
+    #[getter]
+    fn strategy(&self) -> &str {
+        &self.plan.strategy
+    }
+
+    #[getter]
+    fn bytes_moved(&self) -> u64 {
+        self.plan.bytes_moved()
+    }
+
+    #[getter]
+    fn num_transfers(&self) -> usize {
+        self.plan.transfers().len()
+    }
+
+    #[getter]
+    fn num_ranks(&self) -> usize {
+        self.plan.problem.topology.num_ranks()
+    }
+
+    /// The tensors in order: a name, the layout before and the layout after. Meshes list their ranks.
+    #[getter]
+    fn tensors(&self) -> Vec<(String, Layout, Layout)> {
+        let of = |r: &crossmesh_core::reshard::Reshard| {
+            (r.name.clone(), Layout(listed(&r.src)), Layout(listed(&r.dst)))
+        };
+        self.plan.problem.reshards.iter().map(of).collect()
+    }
+
+    fn __repr__(&self) -> String {
+        let (tensors, transfers) = (self.plan.problem.reshards.len(), self.plan.transfers().len());
+        format!("<Plan of {tensors} tensors: {transfers} transfers, {} B, by {}>", self.plan.bytes_moved(), self.plan.strategy)
+    }
+}
+
+/// The layout, whose mesh says which ranks it got.
+fn listed(placed: &crossmesh_core::reshard::Placed) -> crossmesh_core::layout::Layout {
+    let text = placed.layout.to_string();
+    if placed.layout.mesh().listed_ranks().is_some() {
+        return placed.layout.clone();
+    }
+    let mesh = placed.layout.mesh().to_string();
+    let ranks = crossmesh_core::mesh::RankList(&placed.ranks).to_string();
+    text.replacen(&mesh, &format!("{mesh}={ranks}"), 1).parse().expect("a layout is printed as it is read")
+}
+
+/// Plans tensors together: a name, the layout before and the layout after of each.
+#[pyfunction]
+#[pyo3(signature = (pairs, *, cluster=None, nic=None, nics=None, local=None, latency=None, devices_per_host=None,
+    strategy="flow", chunk=None, max_extra_bytes=None, seed=0, dst_rank_offset=None))]
+#[expect(clippy::too_many_arguments, reason = "Python's keywords")]
+pub fn plan(
+    py: Python<'_>,
+    pairs: Vec<(String, Layout, Layout)>,
+    cluster: Option<PathBuf>,
+    nic: Option<String>,
+    nics: Option<u32>,
+    local: Option<String>,
+    latency: Option<String>,
+    devices_per_host: Option<u32>,
+    strategy: &str,
+    chunk: Option<String>,
+    max_extra_bytes: Option<String>,
+    seed: u64,
+    dst_rank_offset: Option<u32>,
+) -> PyResult<Plan> {
+    let hosts = HostArgs { cluster, nic, nics, local, latency, devices_per_host };
+    let how = PlanArgs { strategy: strategy.into(), chunk, max_extra_bytes, seed };
+    let pairs: Vec<_> = pairs.into_iter().map(|(name, src, dst)| (name, src.0, dst.0)).collect();
+    let planned = py.detach(|| {
+        let pairs = match dst_rank_offset {
+            Some(offset) => offset_destinations(pairs, offset).map_err(|e| e.to_string())?,
+            None => pairs,
+        };
+        let problem = hosts.problem(pairs).map_err(|e| format!("{e:#}"))?;
+        let options = how.options().map_err(|e| format!("{e:#}"))?;
+        make(&problem, &options).map_err(|e| e.to_string())
+    });
+    planned.map(Plan::new).map_err(plan_error)
+}
+
+/// Reads a plan document.
+#[pyfunction]
+pub fn read_plan(text: &str) -> PyResult<Plan> {
+    let doc = PlanDoc::parse(text).map_err(plan_error)?;
+    doc.to_plan().map(Plan::new).map_err(plan_error)
+}
