@@ -20,6 +20,7 @@ from . import _native
 from ._native import CrossmeshError, Layout, LayoutError, Plan, PlanError, __version__
 
 __all__ = [
+    "Cluster",
     "CrossmeshError",
     "Layout",
     "LayoutError",
@@ -55,6 +56,40 @@ class Mesh:
         return f"<Mesh {self}>"
 
 
+class Cluster:
+    """Hosts that are alike: ``Cluster(hosts=4, devices=8, nics=8, nic="400Gbit")``. Others are described in a file.
+
+    >>> print(Cluster(hosts=2, devices=4, nic="100Gbit", latency="10us"))
+    latency = "10us"
+    [[host]]
+    count = 2
+    devices = 4
+    nic = "100Gbit"
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        devices: int,
+        *,
+        nics: int | None = None,
+        nic: str | None = None,
+        local: str | None = None,
+        memory: str | None = None,
+        latency: str | None = None,
+    ) -> None:
+        host = {"count": hosts, "devices": devices, "nics": nics, "nic": nic, "local": local, "memory": memory}
+        lines = [] if latency is None else [f'latency = "{latency}"']
+        lines.append("[[host]]")
+        for key, value in host.items():
+            if value is not None:
+                lines.append(f"{key} = {value}" if isinstance(value, int) else f'{key} = "{value}"')
+        self.toml = "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.toml
+
+
 def _runs(ranks: Sequence[int]) -> str:
     """Ranks as runs: 0-3,8."""
     runs: list[list[int]] = []
@@ -72,7 +107,7 @@ Pairs = Mapping[str, tuple[Layout | str, Layout | str]]
 def plan(
     tensors: Pairs | tuple[Layout | str, Layout | str],
     *,
-    cluster: str | os.PathLike[str] | None = None,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
     nic: str | None = None,
     nics: int | None = None,
     local: str | None = None,
@@ -84,7 +119,7 @@ def plan(
     seed: int = 0,
     dst_rank_offset: int | None = None,
 ) -> Plan:
-    """Plans tensors together, at the bandwidth bound of the cluster: a file, or hosts with these NICs.
+    """Plans tensors together, at the bandwidth bound of the cluster: described, in a file, or assumed with these NICs.
 
     ``tensors`` is ``{name: (before, after)}``, or one pair. ``dst_rank_offset``: the destinations are another job's, whose rank 0 is
     this rank here.
@@ -97,7 +132,7 @@ def plan(
     size = lambda value: None if value is None else str(value)  # noqa: E731
     return _native.plan(
         pairs,
-        cluster=None if cluster is None else os.fspath(cluster),
+        cluster=_cluster(cluster),
         nic=nic,
         nics=nics,
         local=local,
@@ -111,6 +146,17 @@ def plan(
     )
 
 
+def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> str | None:
+    """The text of a cluster file."""
+    if cluster is None or isinstance(cluster, Cluster):
+        return None if cluster is None else cluster.toml
+    try:
+        with open(cluster, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise PlanError(f"cannot read the cluster file {os.fspath(cluster)}: {error.strerror}") from None
+
+
 def _layout(layout: Layout | str) -> Layout:
     return Layout.parse(layout) if isinstance(layout, str) else layout
 
@@ -119,3 +165,12 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     """Reads a plan document, ``crossmesh.plan/1``."""
     with open(path, encoding="utf-8") as file:
         return _native.read_plan(file.read())
+
+
+def __getattr__(name: str):
+    """``crossmesh.torch`` and ``crossmesh.jax`` are imported when they are used: neither is required."""
+    if name in ("torch", "jax"):
+        import importlib
+
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,18 @@
 //! Plans: made, read, proven, predicted and shown.
 
-use std::path::PathBuf;
+use std::hash::{Hash, Hasher};
 use std::sync::OnceLock;
 
 use crossmesh_cli::input::{HostArgs, PlanArgs};
 use crossmesh_cli::predict::Prediction;
+use crossmesh_core::cluster::Cluster;
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::doc::PlanDoc;
 use crossmesh_core::reshard::jobs::offset_destinations;
 use crossmesh_core::reshard::lower::{Addressing, project};
-use crossmesh_core::reshard::{Plan as Inner, lower_bound, plan as make};
+use crossmesh_core::reshard::problem::Hosts;
+use crossmesh_core::reshard::{Plan as Inner, Problem, lower_bound, plan as make};
 use crossmesh_core::verify::verify;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -134,10 +136,34 @@ impl Plan {
         self.plan.problem.reshards.iter().map(of).collect()
     }
 
+    /// A number that differs where plans do: ranks compare theirs before anything moves.
+    #[getter]
+    fn fingerprint(&self, py: Python<'_>) -> i64 {
+        py.detach(|| fingerprint(&self.plan))
+    }
+
+    fn _repr_html_(&self, py: Python<'_>) -> PyResult<String> {
+        let page = self.html(py)?.replace('&', "&amp;").replace('"', "&quot;");
+        Ok(format!("<iframe srcdoc=\"{page}\" style=\"width:100%;height:720px;border:0\"></iframe>"))
+    }
+
     fn __repr__(&self) -> String {
         let (tensors, transfers) = (self.plan.problem.reshards.len(), self.plan.transfers().len());
         format!("<Plan of {tensors} tensors: {transfers} transfers, {} B, by {}>", self.plan.bytes_moved(), self.plan.strategy)
     }
+}
+
+/// The same on every machine: SipHash with fixed keys.
+fn fingerprint(plan: &Inner) -> i64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    for r in &plan.problem.reshards {
+        (&r.name, &r.src.layout, &r.src.ranks, &r.dst.layout, &r.dst.ranks).hash(&mut hasher);
+    }
+    for t in plan.transfers() {
+        (t.tensor, t.src, t.dst, t.lane, t.bytes, t.reduce, t.then_own).hash(&mut hasher);
+        (plan.region(t), plan.after(t)).hash(&mut hasher);
+    }
+    hasher.finish() as i64
 }
 
 /// The layout, whose mesh says which ranks it got.
@@ -151,7 +177,7 @@ fn listed(placed: &crossmesh_core::reshard::Placed) -> crossmesh_core::layout::L
     text.replacen(&mesh, &format!("{mesh}={ranks}"), 1).parse().expect("a layout is printed as it is read")
 }
 
-/// Plans tensors together: a name, the layout before and the layout after of each.
+/// Plans tensors together: a name, the layout before and the layout after of each. `cluster` is the text of a cluster file.
 #[pyfunction]
 #[pyo3(signature = (pairs, *, cluster=None, nic=None, nics=None, local=None, latency=None, devices_per_host=None,
     strategy="flow", chunk=None, max_extra_bytes=None, seed=0, dst_rank_offset=None))]
@@ -159,7 +185,7 @@ fn listed(placed: &crossmesh_core::reshard::Placed) -> crossmesh_core::layout::L
 pub fn plan(
     py: Python<'_>,
     pairs: Vec<(String, Layout, Layout)>,
-    cluster: Option<PathBuf>,
+    cluster: Option<&str>,
     nic: Option<String>,
     nics: Option<u32>,
     local: Option<String>,
@@ -171,7 +197,7 @@ pub fn plan(
     seed: u64,
     dst_rank_offset: Option<u32>,
 ) -> PyResult<Plan> {
-    let hosts = HostArgs { cluster, nic, nics, local, latency, devices_per_host };
+    let hosts = HostArgs { cluster: None, nic, nics, local, latency, devices_per_host };
     let how = PlanArgs { strategy: strategy.into(), chunk, max_extra_bytes, seed };
     let pairs: Vec<_> = pairs.into_iter().map(|(name, src, dst)| (name, src.0, dst.0)).collect();
     let planned = py.detach(|| {
@@ -179,7 +205,14 @@ pub fn plan(
             Some(offset) => offset_destinations(pairs, offset).map_err(|e| e.to_string())?,
             None => pairs,
         };
-        let problem = hosts.problem(pairs).map_err(|e| format!("{e:#}"))?;
+        let problem = match cluster {
+            None => hosts.problem(pairs).map_err(|e| format!("{e:#}"))?,
+            Some(toml) => {
+                let mut cluster = Cluster::from_toml(toml).map_err(|e| format!("the cluster: {e}"))?;
+                hosts.adjust(&mut cluster).map_err(|e| format!("{e:#}"))?;
+                Problem::new(pairs, Hosts::Described(cluster)).map_err(|e| e.to_string())?
+            }
+        };
         let options = how.options().map_err(|e| format!("{e:#}"))?;
         make(&problem, &options).map_err(|e| e.to_string())
     });

@@ -1,0 +1,270 @@
+"""Layouts of torch's DTensors, and plans on torch's own process groups.
+
+``reshard`` runs a plan with the point-to-point operations of a group that the caller has: gloo, NCCL or any other. Nothing else has to
+run beside it, so a torch job of any size can use a plan with the transport it trusts.
+
+How it cannot get stuck: every rank posts its operations in the order of its list, none of which waits for itself; it stands still only for
+operations that it has posted already, and transfers are listed behind what they wait for. So of all that somebody waits for, the
+first in the order of transfers has been posted on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import CrossmeshError, Layout, LayoutError, Plan
+
+_DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
+_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+class ArrayError(CrossmeshError):
+    """A tensor that does not fit the plan: its name, the rank, what was expected and what was given."""
+
+
+class JobError(CrossmeshError):
+    """Ranks that do not fit the plan, or each other."""
+
+
+def layout(tensor: Any, name: str = "A", *, rank_offset: int = 0) -> Layout:
+    """The layout of a DTensor; ``name`` is what its mesh is called.
+
+    FSDP2 over tensor parallelism, whose shards nest the other way round (``_StridedShard``), is told by the order of the axes.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sizes = tuple(mesh.mesh.shape)
+    names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(len(sizes)))
+    ranks = [int(rank) + rank_offset for rank in mesh.mesh.flatten().tolist()]
+    return layout_of(tensor.dtype, tensor.shape, placements, dict(zip(names, sizes)), name, ranks)
+
+
+def layout_of(
+    dtype: torch.dtype,
+    shape: Any,
+    placements: Any,
+    axes: Mapping[str, int],
+    name: str = "A",
+    ranks: Any = None,
+) -> Layout:
+    """The layout of placements on a mesh with these axes, in the order of its dims."""
+    from . import Mesh
+
+    names, sizes = list(axes), list(axes.values())
+    orders: list[list[int]] = [[] for _ in shape]
+    partial, op = [], "sum"
+    for at in reversed(range(len(placements))):
+        placement = placements[at]
+        kind = type(placement).__name__
+        if placement.is_replicate():
+            continue
+        if placement.is_partial():
+            partial.insert(0, names[at])
+            op = placement.reduce_op
+            continue
+        if kind not in ("Shard", "_StridedShard"):
+            raise LayoutError(f"placement {at}, {placement}, has no counterpart\nhint: Shard, Replicate and Partial have")
+        _nest(orders[placement.dim], at, sizes, placement)
+    ops = {str(p.reduce_op) for p in placements if p.is_partial()}
+    if len(ops) > 1 or (ops and op not in _COMBINE):
+        raise LayoutError(f"Partial({', '.join(sorted(ops))}) has no counterpart\nhint: one of {', '.join(_COMBINE)}")
+    dims = [[names[axis] for axis in order] or None for order in orders]
+    mesh = Mesh(name, ranks=ranks, **axes)
+    return Layout(dtype, list(shape), mesh, dims, partial=partial or None, op=op)
+
+
+def _nest(order: list[int], axis: int, sizes: list[int], placement: Any) -> None:
+    """Puts an axis where it splits: before all that follow it in the mesh, or behind as many parts as its split factor says."""
+    factor, at = getattr(placement, "split_factor", 1), 0
+    while factor > 1 and at < len(order) and factor % sizes[order[at]] == 0:
+        factor //= sizes[order[at]]
+        at += 1
+    if factor != 1:
+        raise LayoutError(f"{placement}: no nesting of the mesh's axes has this split factor")
+    order.insert(at, axis)
+
+
+def empty(plan: Plan, rank: int, device: Any = "cpu") -> dict[str, torch.Tensor]:
+    """Tensors for what a rank is to receive, by name."""
+    out = {}
+    for name, _, dst in plan.tensors:
+        if rank in dst.ranks and dst.holds(rank):
+            out[name] = torch.empty(dst.shard_shape(rank), dtype=_DTYPES[dst.dtype], device=device)
+    return out
+
+
+def reshard(
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor],
+    out: dict[str, torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, torch.Tensor]:
+    """Moves this rank's shards as the plan says, over the group's own operations; every rank of the plan calls it.
+
+    ``tensors`` are this rank's shards by name, ``out`` is filled in place (made where it is missing) and returned.
+    """
+    rank = dist.get_rank(group)
+    _agree(plan, group)
+    device = next((t.device for t in tensors.values()), torch.device("cpu"))
+    out = empty(plan, rank, device) if out is None else out
+    program = json.loads(plan.for_rank(rank))
+    if program["ranks"]:
+        _Run(plan, program, rank, tensors, out, device, group).run()
+    return out
+
+
+def _agree(plan: Plan, group: dist.ProcessGroup | None) -> None:
+    """Before a byte moves: gloo ends a process whose receive is smaller than what was sent."""
+    size = dist.get_world_size(group)
+    if size < plan.num_ranks:
+        raise JobError(f"the plan is for {plan.num_ranks} ranks, the group has {size}")
+    backend = dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    mine = torch.tensor([plan.fingerprint], dtype=torch.int64, device=device)
+    all_of_them = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(all_of_them, mine, group=group)
+    found = [int(t) for t in all_of_them]
+    differs = next((rank for rank, other in enumerate(found) if other != found[0]), None)
+    if differs is not None:
+        raise JobError(
+            f"rank 0 has plan {found[0]:016x}, rank {differs} has plan {found[differs]:016x}; nothing was moved\n"
+            "hint: plan with the same layouts, cluster and options on every rank"
+        )
+
+
+class _Run:
+    """One rank's program under way."""
+
+    def __init__(self, plan, program, rank, tensors, out, device, group) -> None:
+        self.tensors, self.boxes = program["tensors"], program["boxes"]
+        self.mine, self.rank, self.group, self.device = program["ranks"][0], rank, group, device
+        self.memory = [self._memory(buffer, plan, tensors, out) for buffer in self.mine["buffers"]]
+        self.ops = self.mine["ops"]
+        # By op: what ends it, once it has been posted.
+        self.ends: list[Any] = [None] * len(self.ops)
+
+    def _memory(self, buffer, plan, tensors, out) -> torch.Tensor:
+        """A buffer as one row of elements; of bytes, where it is staging."""
+        if buffer["role"] == "staging":
+            return torch.empty(buffer["bytes"], dtype=torch.uint8, device=self.device)
+        source = buffer["role"] == "source"
+        tensor = self.tensors[buffer["tensor"]]
+        name, given = plan.tensors[buffer["tensor"]][0], tensors if source else out
+        what = f"tensor `{name}` of rank {self.rank}, {'source' if source else 'out'}"
+        if name not in given:
+            raise ArrayError(f"{what}: missing\nhint: give all shards that this rank holds, by name")
+        found, wanted = given[name], _DTYPES[tensor["dtype"]]
+        if found.dtype != wanted:
+            raise ArrayError(f"{what}: dtype {wanted} is expected, {found.dtype} was given")
+        if found.numel() * found.element_size() != buffer["bytes"]:
+            elements = buffer["bytes"] // found.element_size()
+            raise ArrayError(f"{what}: {elements} elements are expected, {found.numel()} were given, of shape {tuple(found.shape)}")
+        if not source and not found.is_contiguous():
+            raise ArrayError(f"{what}: it is not contiguous\nhint: give a contiguous tensor, or none")
+        return found.detach().reshape(-1)
+
+    def _view(self, op, tile_number: int) -> torch.Tensor:
+        """The box of an op inside a tile."""
+        tile = self.mine["tiles"][tile_number]
+        dtype = _DTYPES[self.tensors[op["tensor"]]["dtype"]]
+        width, held, box = dtype.itemsize, self.boxes[tile["box"]], self.boxes[op["box"]]
+        base = self.memory[tile["buffer"]]
+        strides = tile.get("strides")
+        if strides is None:
+            strides, step = [0] * len(held), width
+            for dim in reversed(range(len(held))):
+                strides[dim] = step
+                step *= held[dim][1] - held[dim][0]
+        start = tile["offset"] + sum((b[0] - h[0]) * s for b, h, s in zip(box, held, strides))
+        shape = [b[1] - b[0] for b in box]
+        if base.dtype != dtype:
+            base = base[tile["offset"] % width :].view(dtype) if base.numel() else base.view(dtype)
+        return base.as_strided(shape, [s // width for s in strides], base.storage_offset() + start // width)
+
+    def run(self) -> None:
+        left = list(range(len(self.ops)))
+        while left:
+            later = [op for op in left if not self._post(op)]
+            if len(later) == len(left):
+                raise CrossmeshError(f"rank {self.rank}: ops {later[:5]} wait for each other")
+            left = later
+        for op in range(len(self.ops)):
+            self._end(op)
+
+    def _post(self, number: int) -> bool:
+        """Starts an op once what it waits for is over; False where that has not been started itself."""
+        op = self.ops[number]
+        before = op.get("after", []) + op.get("follows", [])
+        if any(self.ends[other] is None for other in before):
+            return False
+        for other in before:
+            self._end(other)
+        self.ends[number] = getattr(self, "_" + op["op"])(op)
+        return True
+
+    def _end(self, number: int) -> None:
+        end, self.ends[number] = self.ends[number], _nothing
+        end()
+
+    def _copy(self, op):
+        into, found = self._view(op, op["into"]), self._view(op, op["from"])
+        self._put(op, into, found)
+        return _nothing
+
+    def _send(self, op):
+        data = self._view(op, op["from"]).contiguous() if op["bytes"] else self._word()
+        work = dist.isend(_plain(data), group_dst=op["peer"], group=self.group, tag=op["tag"])
+
+        def wait(kept=data):  # the bytes stay until they have been read
+            work.wait()
+
+        return wait
+
+    def _recv(self, op):
+        into = self._view(op, op["into"]) if op["bytes"] else self._word()
+        direct = not op.get("reduce") and into.is_contiguous()
+        data = into if direct else torch.empty(into.shape, dtype=into.dtype, device=into.device)
+        work = dist.irecv(_plain(data), group_src=op["peer"], group=self.group, tag=op["tag"])
+
+        def wait():
+            work.wait()
+            if not direct:
+                self._put(op, into, data)
+
+        return wait
+
+    def _put(self, op, into: torch.Tensor, data: torch.Tensor) -> None:
+        if op.get("reduce"):
+            combine = _COMBINE[self.tensors[op["tensor"]]["partial"]["op"]]
+            data = combine(into, data)
+        into.copy_(data)
+
+    def _word(self) -> torch.Tensor:
+        """A message that carries order alone; not every transport sends nothing."""
+        return torch.zeros(1, dtype=torch.uint8, device=self.device)
+
+
+def _nothing() -> None:
+    """It is over."""
+
+
+def _plain(data: torch.Tensor) -> torch.Tensor:
+    """What any transport can carry: 8-bit floats and truth values as bytes."""
+    odd = data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.bool)
+    return data.view(torch.uint8) if odd else data
