@@ -17,8 +17,8 @@ def layout(dtype: Any, shape: Sequence[int], sharding: Any, name: str = "A", *, 
         raise LayoutError(f"{type(sharding).__name__} has no counterpart\nhint: NamedSharding has")
     axes = dict(sharding.mesh.shape)
     ranks = [device.id + rank_offset for device in sharding.mesh.devices.flat]
-    spec = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
-    dims = [_axes(entry, sharding) for entry in spec]
+    entries = getattr(sharding.spec, "partitions", None) or tuple(sharding.spec)
+    dims = [_axes(entry, sharding) for entry in entries] + [None] * (len(shape) - len(entries))
     unreduced = [axis for axis in axes if axis in (getattr(sharding.spec, "unreduced", None) or ())]
     return Layout(dtype, list(shape), Mesh(name, ranks=ranks, **axes), dims, partial=unreduced or None)
 

@@ -3,7 +3,8 @@
 //! ```text
 //! cargo xtask check    the quick loop: fmt, clippy, docs, unit tests, tidy
 //! cargo xtask ci       all of it: check, every test and doc test, benches kept alive, Miri, the features `mpi` and
-//!                      `tokenizers`, cargo-deny
+//!                      `tokenizers`, the Python package, cargo-deny
+//! cargo xtask python   the Python package alone
 //! ```
 //!
 //! A tool that is not installed is named loudly and skipped; nothing else is.
@@ -15,13 +16,14 @@ use anyhow::{Context, Result, bail};
 
 mod tidy;
 
-const USAGE: &str = "usage: cargo xtask check | ci | tidy";
+const USAGE: &str = "usage: cargo xtask check | ci | python | tidy";
 
 fn main() -> ExitCode {
     let task = std::env::args().nth(1);
     let done = match task.as_deref() {
         Some("check") => check(),
         Some("ci") => ci(),
+        Some("python") => python(),
         Some("tidy") => tidy::tidy(&root()),
         Some(other) => Err(anyhow::anyhow!("unknown task `{other}`\n{USAGE}")),
         None => Err(anyhow::anyhow!("{USAGE}")),
@@ -52,6 +54,7 @@ fn ci() -> Result<()> {
     miri()?;
     mpi()?;
     tokenizers()?;
+    python()?;
     if installed("deny") {
         // The advisory database is fetched over the network; the other checks need nothing but the lock file.
         cargo(&["deny", "check", "licenses", "bans", "sources"])?;
@@ -102,6 +105,50 @@ fn tokenizers() -> Result<()> {
         cargo(&[&["clippy"][..], &with, &["--all-targets", "--", "-D", "warnings"]].concat())?;
     }
     cargo(&[&["test"][..], &with, &["--lib", "--test", "data"]].concat())
+}
+
+/// The Python package: built as `pip install .` would, without optimisation, and tested in an environment of its own.
+fn python() -> Result<()> {
+    let folder = root().join("target/python");
+    let program = |name: &str| folder.join("bin").join(name);
+    if !program("maturin").exists() {
+        provide(has_venv, "Python 3.11 with venv", &["python3", "python3-venv"])?;
+        say_and_run(Command::new("python3").args(["-m", "venv"]).arg(&folder))?;
+        say_and_run(Command::new(program("pip")).args([
+            "install",
+            "-q",
+            "maturin>=1.9,<2",
+            "pytest>=8",
+            "numpy>=2",
+        ]))?;
+    }
+    for (package, what) in
+        [("jax", "layouts of shardings"), ("torch", "layouts of DTensors and the executor")]
+    {
+        let there = Command::new(program("python")).args(["-c", &format!("import {package}")]).output();
+        if there.is_ok_and(|out| out.status.success()) {
+            continue;
+        }
+        let installed = say_and_run(Command::new(program("pip")).args(["install", "-q", package]));
+        if installed.is_err() {
+            eprintln!("==\n== SKIPPED: {package} cannot be installed; its {what} are not tested\n==");
+        }
+    }
+    let mut develop = Command::new(program("maturin"));
+    say_and_run(develop.args(["develop", "-q"]).env("VIRTUAL_ENV", &folder))?;
+    say_and_run(Command::new(program("python")).args(["-m", "pytest"]))
+}
+
+fn has_venv() -> bool {
+    let try_it = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))";
+    Command::new("python3").args(["-c", try_it]).output().is_ok_and(|out| out.status.success())
+}
+
+fn say_and_run(command: &mut Command) -> Result<()> {
+    let said = format!("{command:?}").replace('"', "");
+    eprintln!("== {said}");
+    let status = command.current_dir(root()).status().with_context(|| format!("cannot start {said}"))?;
+    if status.success() { Ok(()) } else { bail!("{said} failed") }
 }
 
 /// Makes sure of something that tests need; on Debian, as root, it is installed.

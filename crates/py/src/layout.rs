@@ -85,7 +85,12 @@ impl Layout {
         let parts = partial.map(|axes| term(&axes)).transpose()?;
         let parts = parts.map_or(String::new(), |axes| format!(" | {op} {axes}"));
         let mesh: String = mesh.str()?.extract()?;
-        Self::parse(&format!("{}[{}]@{mesh}({}{parts})", dtype_name(dtype)?, sizes.join(","), terms.join(",")))
+        Self::parse(&format!(
+            "{}[{}]@{mesh}({}{parts})",
+            dtype_name(dtype)?,
+            sizes.join(","),
+            terms.join(",")
+        ))
     }
 
     /// Reads a layout: `Layout.parse("f32[8,6]@A{dp:2,tp:4}(tp,_)")`. Alpa's, torch's and JAX's notations are read too.

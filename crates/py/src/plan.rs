@@ -73,7 +73,10 @@ impl Plan {
     fn for_rank(&self, py: Python<'_>, rank: u32) -> PyResult<String> {
         let num_ranks = self.plan.problem.topology.num_ranks();
         if rank as usize >= num_ranks {
-            return Err(PyIndexError::new_err(format!("rank {rank}: the plan has ranks 0 to {}", num_ranks - 1)));
+            return Err(PyIndexError::new_err(format!(
+                "rank {rank}: the plan has ranks 0 to {}",
+                num_ranks - 1
+            )));
         }
         let program = py.detach(|| project(&self.plan, Rank(rank), Addressing::Apart));
         Ok(ProgramDoc::new(&program, None).to_json())
@@ -149,7 +152,11 @@ impl Plan {
 
     fn __repr__(&self) -> String {
         let (tensors, transfers) = (self.plan.problem.reshards.len(), self.plan.transfers().len());
-        format!("<Plan of {tensors} tensors: {transfers} transfers, {} B, by {}>", self.plan.bytes_moved(), self.plan.strategy)
+        format!(
+            "<Plan of {tensors} tensors: {transfers} transfers, {} B, by {}>",
+            self.plan.bytes_moved(),
+            self.plan.strategy
+        )
     }
 }
 
