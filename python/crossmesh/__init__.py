@@ -168,8 +168,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def __getattr__(name: str):
-    """``crossmesh.torch`` and ``crossmesh.jax`` are imported when they are used: neither is required."""
-    if name in ("torch", "jax"):
+    """``crossmesh.torch``, ``.jax`` and ``.models`` are imported when they are used: neither torch nor JAX is required."""
+    if name in ("torch", "jax", "models"):
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

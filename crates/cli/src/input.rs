@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail};
 use crossmesh_core::cluster::{Cluster, Host, Topology};
 use crossmesh_core::layout::Layout;
+use crossmesh_core::models::{Model, Parallel};
 use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::doc::PlanDoc;
 use crossmesh_core::reshard::jobs::offset_destinations;
@@ -37,6 +38,18 @@ pub struct ProblemArgs {
     /// Plan many tensors together: a file with a line `[NAME:] SRC -> DST` for each; `-` reads stdin
     #[arg(long, value_name = "FILE", conflicts_with_all = ["src", "dst"])]
     pub pairs: Option<PathBuf>,
+    /// Plan all weights of a model: a name (`llama3-70b`) or a config.json of Hugging Face's, from `--src` to `--dst`
+    #[arg(long, value_name = "MODEL", conflicts_with_all = ["src", "dst", "pairs", "dst_rank_offset"], requires_all = ["from", "to"])]
+    pub model: Option<String>,
+    /// With `--model`: how it is cut now, such as `fsdp 64` or `pp 2, tp 4`
+    #[arg(long = "src", id = "from", value_name = "AXES", requires = "model")]
+    pub from: Option<String>,
+    /// With `--model`: how it should be cut, such as `dp 4, tp 8`
+    #[arg(long = "dst", id = "to", value_name = "AXES", requires = "model")]
+    pub to: Option<String>,
+    /// With `--model`: query, key and value are one tensor, and so are gate and up, as serving engines have them
+    #[arg(long, requires = "model")]
+    pub fused: bool,
     /// The destinations are another job's, which counts its ranks from 0: here its rank 0 is rank N, and its meshes are
     /// its own
     #[arg(long, value_name = "N")]
@@ -89,6 +102,9 @@ pub struct PlanArgs {
 
 impl ProblemArgs {
     pub fn problem(&self) -> Result<Problem> {
+        if let (Some(model), Some(from), Some(to)) = (&self.model, &self.from, &self.to) {
+            return self.hosts.model(&read_model(model)?, from, to, self.fused);
+        }
         let pairs = match (&self.pairs, &self.src, &self.dst) {
             (Some(file), ..) => read_pairs(file)?,
             (None, Some(src), Some(dst)) => vec![(String::new(), parse_layout(src)?, parse_layout(dst)?)],
@@ -116,6 +132,25 @@ impl HostArgs {
             problem.topology = Topology::new(&problem.cluster);
         }
         Ok(problem)
+    }
+
+    /// All weights of a model. Without a cluster file, hosts have 8 devices, and the destination has hosts of its own.
+    pub fn model(&self, model: &Model, from: &str, to: &str, fused: bool) -> Result<Problem> {
+        const USUAL: u32 = 8;
+        let (from, to): (Parallel, Parallel) = (from.parse().context("--src")?, to.parse().context("--dst")?);
+        let pairs = model.pairs(&from, &to, fused)?;
+        if self.cluster.is_some() {
+            return self.problem(pairs);
+        }
+        let per_host = self.devices_per_host.unwrap_or(USUAL);
+        let mut hosts = vec![];
+        for ranks in [from.num_ranks(), to.num_ranks()] {
+            let counts = (0..ranks).step_by(per_host as usize).map(|first| per_host.min(ranks - first));
+            hosts.extend(counts.map(Host::with_devices));
+        }
+        let mut cluster = Cluster::of_hosts(hosts);
+        self.adjust(&mut cluster)?;
+        Ok(Problem::new(pairs, Hosts::Described(cluster))?)
     }
 
     fn rates(&self) -> Result<NicRates> {
@@ -193,6 +228,22 @@ fn looks_like_a_layout(text: &str) -> bool {
 pub fn read_cluster(path: &Path) -> Result<Cluster> {
     let text = read_text(path)?;
     Cluster::from_toml(&text).with_context(|| path.display().to_string())
+}
+
+/// A model by name, or from its config.json.
+pub fn read_model(name: &str) -> Result<Model> {
+    if let Some(model) = Model::preset(name) {
+        return Ok(model);
+    }
+    let path = Path::new(name);
+    if !path.exists() {
+        let known: Vec<&str> = Model::preset_names().collect();
+        bail!(
+            "no model and no file is called `{name}`\nhint: give a config.json, or one of {}",
+            known.join(", ")
+        );
+    }
+    Model::from_config(&read_text(path)?).with_context(|| name.to_string())
 }
 
 /// The text of a file; `-` is stdin.

@@ -336,3 +336,13 @@ fn a_full_disk_is_an_error() {
 fn version_is_printed() {
     assert!(said(binary().arg("--version")).stdout.starts_with("crossmesh 0."));
 }
+
+#[test]
+fn a_whole_model_is_planned_by_name() {
+    let model = ["explain", "--model", "llama3-8b", "--src", "fsdp 4", "--dst", "dp 2, tp 2", "--fused"];
+    let said = ok(&model);
+    assert!(said.stdout.contains("reshard 195 tensors"), "{}", said.stdout);
+    assert!(said.stdout.contains("tp of 4096+1024+1024"), "{}", said.stdout);
+    let stderr = refused(&["explain", "--model", "llama3-9b", "--src", "fsdp 4", "--dst", "tp 2"]);
+    assert!(stderr.contains("llama3-8b"), "{stderr}");
+}

@@ -11,6 +11,7 @@ pub mod dtype;
 pub mod id;
 pub mod layout;
 pub mod mesh;
+pub mod models;
 pub mod program;
 pub mod region;
 pub mod reshard;

@@ -8,6 +8,7 @@
 
 mod errors;
 mod layout;
+mod model;
 mod plan;
 
 use pyo3::prelude::*;
@@ -19,6 +20,8 @@ mod _native {
     use crate::errors::{CrossmeshError, LayoutError, PlanError};
     #[pymodule_export]
     use crate::layout::Layout;
+    #[pymodule_export]
+    use crate::model::Model;
     #[pymodule_export]
     use crate::plan::{Plan, plan, read_plan};
 
