@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Scratch, binary, crossmesh, crossmesh_reading, ok, said};
+use common::{Scratch, binary, crossmesh, crossmesh_reading, ok, refused, said};
 use serde_json::Value;
 
 const SRC: &str = "f32[8,6]@A{tp:2}(tp,_)";
