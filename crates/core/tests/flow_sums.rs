@@ -105,7 +105,7 @@ fn gradients_of_64_devices_reach_four_replicas() {
     let problem =
         problem("bf16[8192,8192]@T{fsdp:64}(_,_ | sum fsdp)", "bf16[8192,8192]@I{dp:4,tp:8}(tp,_)", Some(8));
     let gap = flow(&problem).1;
-    assert!(gap <= 1.03, "{gap}");
+    assert!(gap <= 1.02, "{gap}");
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn long_chains_fill_fast() {
         let src = format!("f32[16777216]@A{{d:{devices}}}(_ | sum d)");
         let gap = flow(&problem(&src, "f32[16777216]@B{d:8}(d)", Some(8))).1;
         eprintln!("{devices} devices: {gap:.4}");
-        assert!(gap <= 1.05, "{devices} devices: {gap}");
+        assert!(gap <= 1.02, "{devices} devices: {gap}");
     }
 }
 
