@@ -35,6 +35,8 @@ use tiers::tiered_routes;
 
 /// Alternatives are compared by simulating them while they are no larger than this; beyond, the first is taken.
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
+/// The same for sums: paths through many hosts take long to simulate.
+const MAX_COMPARED_SUMS: usize = 3_000;
 /// Chunks are small enough for a chain to fill in this share of the busiest link's time, within limits.
 const FILL_SHARE: u64 = 512;
 const MIN_CHUNK: u64 = 32 << 10;
@@ -52,8 +54,11 @@ pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, Pla
     }
     let demands = Demands::of(problem)?;
     let bound = bound_of(problem, &demands);
-    let flow = Flow { problem, options, demands: &demands, bound_s: bound.seconds };
+    let mut flow = Flow { problem, options, demands: &demands, bound_s: bound.seconds, stars: true };
     let mut best = flow.build(1.0, false)?;
+    if !demands.sums.is_empty() {
+        best = flow.try_paths(best)?;
+    }
     if best.is_small() && best.depth > 0 {
         best = flow.try_shallower(best)?;
     }
@@ -72,6 +77,8 @@ struct Flow<'a> {
     options: &'a PlanOptions,
     demands: &'a Demands,
     bound_s: f64,
+    /// Whether sums may be added up by stars.
+    stars: bool,
 }
 
 /// One alternative.
@@ -91,7 +98,7 @@ impl Flow<'_> {
         let (host_rates, local_rates) = out_rates(self.problem);
         let mut emitter =
             Emitter::new(self.problem, self.demands, Plan::new(self.problem.clone(), "flow", 0));
-        emitter.sums(self.options.max_extra_bytes)?;
+        emitter.sums(self.options.max_extra_bytes, self.stars)?;
         let loads = emitter.bytes_out();
         let jobs = out_jobs(&self.demands.remote);
         let (seconds, _) = least_time(&jobs, &host_rates, &loads, self.bound_s);
@@ -112,6 +119,22 @@ impl Flow<'_> {
         let depth = deepest(&remote);
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
         Ok(Built { plan, stretch, seconds, port_seconds, relayed_bytes, depth })
+    }
+
+    /// Adds sums up along paths only, if that is predicted to be faster: at a star, one sender may wait for another.
+    fn try_paths(&mut self, best: Built) -> Result<Built, PlanError> {
+        if best.plan.transfers().len() > MAX_COMPARED_SUMS {
+            return Ok(best);
+        }
+        let best_s = best.plan.predicted_s();
+        if best_s <= CLOSE_ENOUGH * self.bound_s {
+            return Ok(best);
+        }
+        self.stars = false;
+        let rival = self.build(1.0, false)?;
+        let faster = rival.plan.predicted_s() < best_s * 0.999;
+        self.stars = !faster;
+        Ok(if faster { rival } else { best })
     }
 
     /// Gives holders more time than the least, twice as much each try, so that they send more copies themselves and

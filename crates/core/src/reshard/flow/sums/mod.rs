@@ -72,7 +72,7 @@ struct Cut<'a> {
 
 impl Emitter<'_> {
     /// Emits everything that has to be added up.
-    pub(super) fn sums(&mut self, max_extra_bytes: Option<u64>) -> Result<(), PlanError> {
+    pub(super) fn sums(&mut self, max_extra_bytes: Option<u64>, stars: bool) -> Result<(), PlanError> {
         let demands = self.demands;
         if demands.sums.is_empty() {
             return Ok(());
@@ -110,7 +110,7 @@ impl Emitter<'_> {
             }
         }
         let mut room = self.room(&between, &inside, max_extra_bytes)?;
-        self.between_hosts(&between, room.as_mut());
+        self.between_hosts(&between, stars, room.as_mut());
         for (host, cuts) in &inside {
             self.inside_host(*host, cuts, room.as_mut());
         }
@@ -224,7 +224,7 @@ impl Emitter<'_> {
         Ok(Some(Room::new(limit, largest.bytes)))
     }
 
-    fn between_hosts(&mut self, cuts: &[Cut], room: Option<&mut Room>) {
+    fn between_hosts(&mut self, cuts: &[Cut], stars: bool, room: Option<&mut Room>) {
         let rates: Vec<f64> = self.problem.cluster.hosts.iter().map(|h| h.in_bytes_per_s()).collect();
         let jobs: Vec<Job> = cuts.iter().map(Cut::among_hosts).collect();
         let (roots, all_add) = roots(&jobs, &rates);
@@ -236,7 +236,7 @@ impl Emitter<'_> {
             false => BTreeSet::new(),
         };
         // A star sends nothing on before all has arrived: others must not wait for that.
-        let may_star = all_add && jobs.iter().all(|job| one_end(job) || job.receivers == job.adders);
+        let may_star = stars && all_add && jobs.iter().all(|job| one_end(job) || job.receivers == job.adders);
         let with = |emitter: &Self, shape| -> Vec<Tree> {
             let trees = cuts.iter().zip(&roots);
             trees.map(|(cut, &root)| emitter.tree_between(cut, HostId(root), shape, &ends)).collect()
@@ -332,7 +332,7 @@ impl Emitter<'_> {
         // Who also receives comes first on a path: the first takes in nothing.
         let receives = |host: &HostId| cut.receivers.contains_key(host);
         match shape {
-            Shape::Star if ends.is_empty() => {
+            Shape::Star if ends.is_empty() || !self.many_ports => {
                 cover.sort_by_key(|(h, _)| (*h == root_host, *h < root_host, *h));
             }
             // Classes of the same parts are asked for at different hosts at a time.
