@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! cargo xtask check    the quick loop: fmt, clippy, docs, unit tests, tidy
-//! cargo xtask ci       all of it: check, every test and doc test, benches kept alive, the features `mpi` and `tokenizers`,
-//!                      cargo-deny
+//! cargo xtask ci       all of it: check, every test and doc test, benches kept alive, Miri, the features `mpi` and
+//!                      `tokenizers`, cargo-deny
 //! ```
 //!
 //! A tool that is not installed is named loudly and skipped; nothing else is.
@@ -49,6 +49,7 @@ fn ci() -> Result<()> {
     lint()?;
     cargo(&["test", "--workspace", "--all-targets"])?;
     cargo(&["test", "--workspace", "--doc"])?;
+    miri()?;
     mpi()?;
     tokenizers()?;
     if installed("deny") {
@@ -57,6 +58,28 @@ fn ci() -> Result<()> {
     }
     eprintln!("== ci passed");
     Ok(())
+}
+
+/// Miri looks at the code that has to be right about memory, as far as it can run it: no shared memory, no sockets.
+fn miri() -> Result<()> {
+    let found = Command::new("cargo").args(["+nightly", "miri", "--version"]).output();
+    if !found.is_ok_and(|out| out.status.success()) {
+        eprintln!("==\n== SKIPPED: Miri is not installed; it did not look at `memory`");
+        eprintln!("== hint: rustup component add miri rust-src --toolchain nightly\n==");
+        return Ok(());
+    }
+    let run = ["+nightly", "miri", "test", "-p", "crossmesh-comm", "--lib", "--", "memory::"];
+    eprintln!("== cargo {}", run.join(" "));
+    // The toolchain of this very run would stand in the way of another one.
+    let status = Command::new("cargo")
+        .args(run)
+        .env_remove("RUSTUP_TOOLCHAIN")
+        .env_remove("CARGO")
+        .env("MIRIFLAGS", "-Zmiri-disable-isolation")
+        .current_dir(root())
+        .status()
+        .context("cannot run Miri")?;
+    if status.success() { Ok(()) } else { bail!("Miri found something, or could not run") }
 }
 
 /// What is built and tested only with the feature `mpi`.

@@ -14,7 +14,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail};
 use crossmesh_core::cluster::{Cluster, Host, Topology};
 use crossmesh_core::layout::Layout;
+use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::doc::PlanDoc;
+use crossmesh_core::reshard::jobs::offset_destinations;
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy};
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
@@ -33,6 +35,10 @@ pub struct ProblemArgs {
     /// Plan many tensors together: a file with a line `[NAME:] SRC -> DST` for each; `-` reads stdin
     #[arg(long, value_name = "FILE", conflicts_with_all = ["src", "dst"])]
     pub pairs: Option<PathBuf>,
+    /// The destinations are another job's, which counts its ranks from 0: here its rank 0 is rank N, and its meshes are
+    /// its own
+    #[arg(long, value_name = "N")]
+    pub dst_rank_offset: Option<u32>,
     #[command(flatten)]
     pub hosts: HostArgs,
 }
@@ -89,6 +95,10 @@ impl ProblemArgs {
             }
             (None, Some(file), None) => read_pairs(Path::new(file))?,
             (None, None, _) => bail!("nothing to plan\nhint: give SRC and DST, or --pairs FILE"),
+        };
+        let pairs = match self.dst_rank_offset {
+            Some(offset) => offset_destinations(pairs, offset)?,
+            None => pairs,
         };
         self.hosts.problem(pairs)
     }
@@ -175,7 +185,7 @@ pub fn parse_layout(text: &str) -> Result<Layout> {
 }
 
 fn looks_like_a_layout(text: &str) -> bool {
-    text.contains('@') && text.contains('(') && !Path::new(text).exists()
+    text.contains('@') && text.contains(['(', '{']) && !Path::new(text).exists()
 }
 
 pub fn read_cluster(path: &Path) -> Result<Cluster> {
@@ -204,6 +214,30 @@ pub fn read_text(path: &Path) -> Result<String> {
 pub struct PlanFile {
     pub doc: PlanDoc,
     pub plan: Plan,
+}
+
+/// What a file describes.
+pub enum Document {
+    Plan(Box<PlanDoc>),
+    Program(Box<ProgramDoc>),
+}
+
+/// Reads a document of a plan or of a program; the error names the file.
+pub fn read_document(path: &Path) -> Result<Document> {
+    let text = read_text(path)?;
+    let name = || path.display().to_string();
+    if is_program(&text) {
+        return Ok(Document::Program(Box::new(ProgramDoc::parse(&text).with_context(name)?)));
+    }
+    Ok(Document::Plan(Box::new(PlanDoc::parse(&text).with_context(name)?)))
+}
+
+/// Whether a text says of itself that it is a program. One that was cut short may still say so.
+pub fn is_program(text: &str) -> bool {
+    text.split("\"schema\"").skip(1).any(|rest| {
+        let value = rest.trim_start().strip_prefix(':').map(str::trim_start);
+        value.is_some_and(|value| value.starts_with("\"crossmesh.program/"))
+    })
 }
 
 /// Reads a plan document; the error names the file.

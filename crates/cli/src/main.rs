@@ -79,6 +79,10 @@ enum Command {
 fn main() -> ExitCode {
     crossmesh_comm::launch::survive_file_limits();
     let cli = Cli::parse();
+    if !matches!(cli.command, Command::Launch(_)) {
+        // Programs of others that we start keep the limits that their user gave them.
+        crossmesh_comm::limits::raise_descriptor_limit();
+    }
     let answer = match cli.command {
         Command::Explain(args) => commands::explain::run(&args),
         Command::Plan(args) => commands::plan::run(&args),

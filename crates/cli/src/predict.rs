@@ -1,19 +1,19 @@
 //! A plan with everything known about it: the program, its simulated run, and the bound.
 
-use anyhow::{Context, Result, bail};
-use crossmesh_core::program::Program;
+use anyhow::{Context, Result};
 use crossmesh_core::reshard::doc::{Figures, PlanDoc};
-use crossmesh_core::reshard::{Bound, Plan, PlanOptions, Problem, lower, lower_bound, plan};
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::{Bound, Plan, PlanOptions, Problem, lower_bound, plan};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::trace::Trace;
-use crossmesh_core::verify::{VerifyError, verify};
+use crossmesh_core::verify::{Verified, VerifyError};
 
 use crate::output;
 
 /// A plan, what it lowers to, and how long that takes.
 pub struct Prediction {
     pub plan: Plan,
-    pub program: Program,
+    pub program: Verified,
     pub trace: Trace,
     pub bound: Bound,
 }
@@ -22,17 +22,22 @@ impl Prediction {
     /// Plans a problem, proves the plan and predicts it.
     pub fn of_problem(problem: &Problem, options: &PlanOptions) -> Result<Self> {
         let bound = lower_bound(problem)?;
-        Self::with_bound(proven_plan(problem, options)?, bound)
+        Self::with_bound(plan(problem, options)?, bound)
     }
 
-    /// Predicts a plan that is already there.
+    /// Predicts a plan of ours that is already there.
     pub fn of_plan(plan: Plan) -> Result<Self> {
         let bound = lower_bound(&plan.problem).context("no lower bound")?;
         Self::with_bound(plan, bound)
     }
 
     pub fn with_bound(plan: Plan, bound: Bound) -> Result<Self> {
-        let program = lower(&plan);
+        let program = proven(&plan)?;
+        Self::of_program(plan, program, bound)
+    }
+
+    /// Predicts a plan that was proven.
+    pub fn of_program(plan: Plan, program: Verified, bound: Bound) -> Result<Self> {
         let trace = simulate(&program, &plan.problem.cluster).context("the plan cannot be simulated")?;
         Ok(Self { plan, program, trace, bound })
     }
@@ -66,17 +71,15 @@ impl Prediction {
     }
 }
 
-/// A plan that the verifier agrees with. Nobody is handed another.
-pub fn proven_plan(problem: &Problem, options: &PlanOptions) -> Result<Plan> {
-    let plan = plan(problem, options)?;
-    match verify(&plan) {
-        Ok(_) => Ok(plan),
-        Err(error) => bail!(
+/// The program of a plan that the verifier agrees with. Nobody is handed another.
+pub fn proven(plan: &Plan) -> Result<Verified> {
+    Verified::plan(plan, Addressing::Apart).map_err(|error| {
+        anyhow::anyhow!(
             "the plan of strategy {} breaks a law: {}\nhint: this is a bug of crossmesh; try another --strategy",
             plan.strategy,
             Violation::from(error)
-        ),
-    }
+        )
+    })
 }
 
 /// The first law that a plan breaks, with rank, region and transfer.

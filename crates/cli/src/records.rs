@@ -81,7 +81,7 @@ impl Records<'_> {
             |rank: Rank| failed(rank).or_else(|| self.landed(landed.iter().find(|s| s.rank == rank)?));
         let document = serde_json::from_str(&self.work.document).ok();
         let (plan, step, sweep) = match self.work.task {
-            Task::Plan { .. } => (document, None, None),
+            Task::Plan { .. } | Task::Program { .. } => (document, None, None),
             Task::Step { .. } => (None, document, None),
             Task::Sweep { .. } => (None, None, document),
             // It is in the run's folder.

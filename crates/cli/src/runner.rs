@@ -177,7 +177,7 @@ pub struct Work<'a> {
 pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progress) -> Result<Measured> {
     let problem = &prediction.plan.problem;
     let work = Work {
-        task: &Task::of_plan(&prediction.plan),
+        task: &Task::of_plan(&prediction.plan, &prediction.program),
         document: prediction.document(),
         cluster: &problem.cluster,
         topology: &problem.topology,

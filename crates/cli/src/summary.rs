@@ -37,7 +37,7 @@ pub fn headline(plan: &Plan) -> String {
     let moved = format!("{} in {}", Bytes(plan.bytes_moved()), count(plan.transfers().len(), "transfer"));
     let what = match plan.problem.reshards.as_slice() {
         [one] => {
-            let (src, dst) = (one.src.layout.to_string(), one.dst.layout.to_string());
+            let (src, dst) = (one.src.layout.summary(), one.dst.layout.summary());
             let (tensor, src) = src.split_once('@').unwrap_or(("", &src));
             let dst = dst.split_once('@').map_or(dst.as_str(), |(_, dst)| dst);
             let name = if one.name.is_empty() { String::new() } else { format!("{} ", one.name) };

@@ -1,9 +1,10 @@
 //! What a rank of a run is there for: a plan, a training step, a sweep of collectives, or training.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use crossmesh_comm::device::VirtualDevice;
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, RankReport, execute, peers_of};
@@ -11,33 +12,77 @@ use crossmesh_comm::step::execute_step;
 use crossmesh_comm::sweep::{Sweep, execute_sweep};
 use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::tcp::Shares;
-use crossmesh_core::cluster::Topology;
+use crossmesh_core::cluster::{Cluster, Host, Topology};
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::Program;
-use crossmesh_core::reshard::{Plan, lower};
+use crossmesh_core::program::doc::ProgramDoc;
+use crossmesh_core::program::{OpKind, Program};
+use crossmesh_core::reshard::Plan;
+use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::step::doc::StepDoc;
 use crossmesh_core::step::{Step, StepProgram, lower_step};
+use crossmesh_core::verify::Verified;
 
-use crate::input::{PlanFile, read_plan};
+use crate::input::{Document, read_document, read_plan};
+use crate::predict::Violation;
 use crate::sweep_doc::SweepDoc;
 use crate::training::{self, OnStep, Training};
 
 /// See the module.
 #[expect(clippy::large_enum_variant, reason = "a process has one of it")]
 pub enum Task<'a> {
-    Plan { plan: Cow<'a, Plan>, program: Program },
-    Step { step: Cow<'a, Step>, lowered: Cow<'a, StepProgram> },
-    Sweep { sweep: Cow<'a, Sweep> },
-    Train { training: Cow<'a, Training> },
+    Plan {
+        plan: Cow<'a, Plan>,
+        program: Verified,
+    },
+    /// A program of its own, from a document.
+    Program {
+        program: Verified,
+        cluster: Cluster,
+    },
+    Step {
+        step: Cow<'a, Step>,
+        lowered: Cow<'a, StepProgram>,
+    },
+    Sweep {
+        sweep: Cow<'a, Sweep>,
+    },
+    Train {
+        training: Cow<'a, Training>,
+    },
 }
 
 impl<'a> Task<'a> {
-    pub fn of_plan(plan: &'a Plan) -> Self {
-        Task::Plan { program: lower(plan), plan: Cow::Borrowed(plan) }
+    pub fn of_plan(plan: &'a Plan, program: &Verified) -> Self {
+        Task::Plan { program: program.clone(), plan: Cow::Borrowed(plan) }
     }
 
-    pub fn of_owned_plan(plan: Plan) -> Task<'static> {
-        Task::Plan { program: lower(&plan), plan: Cow::Owned(plan) }
+    /// Proves the plan: nothing that breaks a law is run.
+    pub fn of_owned_plan(plan: Plan) -> Result<Task<'static>> {
+        let program = Verified::plan(&plan, Addressing::Apart)
+            .map_err(|error| anyhow!("the plan breaks a law: {}", Violation::from(error)))?;
+        Ok(Task::Plan { program, plan: Cow::Owned(plan) })
+    }
+
+    /// The program that a document describes, proven.
+    pub fn of_program_doc(doc: &ProgramDoc) -> Result<Task<'static>> {
+        let program = doc.to_program()?;
+        if program.ranks.iter().flat_map(|r| &r.ops).any(|op| matches!(op.kind, OpKind::Compute { .. })) {
+            bail!(
+                "the program computes, and nobody here knows what\nhint: `crossmesh bench pipeline` runs steps"
+            );
+        }
+        let alone = || Cluster::of_hosts(vec![Host::with_devices(doc.num_ranks.max(1))]);
+        let cluster = doc.to_cluster()?.unwrap_or_else(alone);
+        if cluster.num_devices() < program.ranks.len() {
+            bail!(
+                "the program has {} ranks, its cluster {} devices",
+                program.ranks.len(),
+                cluster.num_devices()
+            );
+        }
+        let program = Verified::program(program)
+            .map_err(|error| anyhow!("the program breaks a law: {}", Violation::from(error)))?;
+        Ok(Task::Program { program, cluster })
     }
 
     /// The step that a document describes.
@@ -70,10 +115,10 @@ impl<'a> Task<'a> {
     /// Reads the one document that is given.
     pub fn read(plan: Option<&Path>, step: Option<&Path>, sweep: Option<&Path>) -> Result<Self> {
         match (plan, step, sweep) {
-            (Some(path), None, None) => {
-                let PlanFile { plan, .. } = read_plan(path)?;
-                Ok(Self::of_owned_plan(plan))
-            }
+            (Some(path), None, None) => match read_document(path)? {
+                Document::Plan(_) => Self::of_owned_plan(read_plan(path)?.plan),
+                Document::Program(doc) => Self::of_program_doc(&doc),
+            },
             (None, Some(path), None) => {
                 let text = std::fs::read_to_string(path)
                     .with_context(|| format!("cannot read the step {}", path.display()))?;
@@ -87,7 +132,7 @@ impl<'a> Task<'a> {
     /// How a rank is told which kind of document to read.
     pub fn flag(&self) -> &'static str {
         match self {
-            Task::Plan { .. } => "--plan",
+            Task::Plan { .. } | Task::Program { .. } => "--plan",
             Task::Step { .. } => "--step",
             Task::Sweep { .. } => "--sweep",
             Task::Train { .. } => "--train",
@@ -97,7 +142,17 @@ impl<'a> Task<'a> {
     /// The ranks that take part, in order.
     pub fn ranks(&self) -> Vec<Rank> {
         match self {
-            Task::Plan { plan, .. } => plan.problem.meshes_of_ranks().into_keys().collect(),
+            Task::Plan { plan, program } => {
+                // Ranks of no mesh may pass something on.
+                let busy = (0..).map(Rank).zip(&program.ranks).filter(|(_, r)| !r.ops.is_empty());
+                let mut ranks: BTreeSet<Rank> = plan.problem.meshes_of_ranks().into_keys().collect();
+                ranks.extend(busy.map(|(rank, _)| rank));
+                ranks.into_iter().collect()
+            }
+            Task::Program { program, .. } => {
+                let busy = (0..).map(Rank).zip(&program.ranks).filter(|(_, r)| !r.is_idle());
+                busy.map(|(rank, _)| rank).collect()
+            }
             Task::Step { step, .. } => {
                 let mut ranks: Vec<Rank> = step.ranks.iter().flatten().copied().collect();
                 ranks.sort_unstable();
@@ -115,7 +170,7 @@ impl<'a> Task<'a> {
     /// The ranks that a rank talks to.
     pub fn peers(&self, rank: Rank) -> Vec<Rank> {
         match self {
-            Task::Plan { program, .. } => peers_of(program, rank),
+            Task::Plan { program, .. } | Task::Program { program, .. } => peers_of(program, rank),
             Task::Step { lowered, .. } => peers_of(&lowered.program, rank),
             Task::Sweep { sweep } => sweep.peers(rank),
             Task::Train { training } => training.wiring.peers(rank),
@@ -125,7 +180,7 @@ impl<'a> Task<'a> {
     /// What ranks begin together: every run, or every case of a sweep.
     pub fn num_rounds(&self, repeat: u32) -> u32 {
         match self {
-            Task::Plan { .. } | Task::Step { .. } => repeat,
+            Task::Plan { .. } | Task::Program { .. } | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32,
             Task::Train { .. } => 1,
         }
@@ -135,7 +190,7 @@ impl<'a> Task<'a> {
     /// starts, and before they look at what arrived.
     pub fn num_barriers(&self, repeat: u32) -> u32 {
         match self {
-            Task::Plan { .. } | Task::Step { .. } => 2 * self.num_rounds(repeat),
+            Task::Plan { .. } | Task::Program { .. } | Task::Step { .. } => 2 * self.num_rounds(repeat),
             Task::Sweep { .. } | Task::Train { .. } => self.num_rounds(repeat),
         }
     }
@@ -143,7 +198,7 @@ impl<'a> Task<'a> {
     /// How many times a rank takes down.
     pub fn num_times(&self, repeat: u32) -> u32 {
         match self {
-            Task::Plan { .. } | Task::Step { .. } => repeat,
+            Task::Plan { .. } | Task::Program { .. } | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32 * repeat,
             Task::Train { .. } => 1,
         }
@@ -155,6 +210,7 @@ impl<'a> Task<'a> {
             Task::Plan { plan, program } => {
                 Shares::of(&plan.problem.cluster, &plan.problem.topology, program)
             }
+            Task::Program { program, cluster } => Shares::of(cluster, &Topology::new(cluster), program),
             Task::Step { step, lowered } => {
                 Shares::of(&step.cluster, &Topology::new(&step.cluster), &lowered.program)
             }
@@ -174,7 +230,7 @@ impl<'a> Task<'a> {
     /// What runs, where it is one program: a sweep has many.
     pub fn program(&self) -> Option<&Program> {
         match self {
-            Task::Plan { program, .. } => Some(program),
+            Task::Plan { program, .. } | Task::Program { program, .. } => Some(program),
             Task::Step { lowered, .. } => Some(&lowered.program),
             Task::Sweep { .. } | Task::Train { .. } => None,
         }
@@ -184,8 +240,12 @@ impl<'a> Task<'a> {
     pub fn tensor_name(&self, tensor: u32) -> String {
         let name = match self {
             Task::Plan { plan, .. } => plan.problem.reshards.get(tensor as usize).map(|r| &r.name),
+            Task::Program { program, .. } => {
+                return program.tensors.get(tensor as usize).map(|t| t.name.to_string()).unwrap_or_default();
+            }
             Task::Step { step, lowered } => {
-                let crossing = lowered.instances.get(tensor as usize).map(|i| i.crossing as usize);
+                let instance = lowered.instance_of.get(tensor as usize);
+                let crossing = instance.map(|i| lowered.instances[*i as usize].crossing as usize);
                 crossing.and_then(|c| step.crossings.get(c)).map(|c| &c.name)
             }
             Task::Sweep { .. } | Task::Train { .. } => None,
@@ -201,7 +261,9 @@ impl<'a> Task<'a> {
         barrier: &mut Barrier<'_>,
     ) -> Result<RankReport, Failure> {
         match self {
-            Task::Plan { plan, .. } => execute(plan, rank, links, options, barrier),
+            Task::Plan { program, .. } | Task::Program { program, .. } => {
+                execute(program.rank(rank), links, options, barrier)
+            }
             Task::Step { step, lowered } => {
                 let device = VirtualDevice::new().map_err(|e| CommError::System {
                     me: rank,

@@ -101,7 +101,7 @@ fn what_is_no_flight_record_is_refused() {
     says(with(&|r| drop(r.as_object_mut().unwrap().remove("schema"))), "it has no schema");
     says(with(&|r| drop(r.as_object_mut().unwrap().remove("plan"))), "either a plan or a step");
     says(with(&|r| r["plan"]["schema"] = json!("x")), "its plan");
-    says(with(&|r| drop(r["plan"]["transfers"].as_array_mut().unwrap().pop())), "its plan breaks a law");
+    says(with(&|r| drop(r["plan"]["transfers"].as_array_mut().unwrap().pop())), "the plan breaks a law");
     says(with(&|r| r["ranks"][0]["rank"] = json!(99)), "r99 is recorded, and not part of what ran");
     says(with(&|r| r["ranks"][0]["jobs"][0]["ops"][0]["op"] = json!(77)), "op 77 of r0 is recorded");
     says(with(&|r| r["ranks"] = json!("all")), "not a flight record");

@@ -141,6 +141,8 @@ fn a_run_learns_and_writes_what_it_promises() {
     trained(&said);
     let summary = said.json();
     assert_eq!((&summary["schema"], &summary["steps"]), (&"crossmesh.train-summary/1".into(), &60.into()));
+    let spread = ["median_s", "p95_s", "longest_s"].map(|k| summary["steps_s"][k].as_f64().unwrap());
+    assert!(spread[0] > 0.0 && spread.is_sorted(), "{spread:?}");
     let metrics = run.metrics();
     assert_eq!(
         metrics.iter().map(|m| m["step"].as_u64().unwrap()).collect::<Vec<_>>(),
@@ -159,6 +161,19 @@ fn a_run_learns_and_writes_what_it_promises() {
     assert!(page.contains("best possible") && page.contains("Step 60, pass by pass"));
     assert!(page.contains("r0 measured") && page.contains("d0 predicted"));
     assert!(said.stderr.contains("step 10  loss "), "{}", said.stderr);
+}
+
+/// Hundreds of gradients in flight, and few descriptors: memory for them comes in a few segments.
+#[test]
+fn small_buckets_do_not_take_a_descriptor_each() {
+    let run = Run::new();
+    let settings = ["model.width=96", "model.layers=4", "train.steps=2", "optimizer.bucket=4KiB"];
+    let sets: Vec<String> = settings.iter().map(|set| format!("--set {set}")).collect();
+    let script = format!("ulimit -n 256; exec \"$0\" train tiny.toml {}", sets.join(" "));
+    let mut limited = Command::new("sh");
+    limited.args(["-c", &script]).arg(binary().get_program()).current_dir(run.scratch.path());
+    trained(&said(&mut limited));
+    assert_eq!(run.metrics().len(), 2);
 }
 
 #[test]

@@ -1,27 +1,31 @@
-//! A rank's memory: its shards of every tensor, and the staging buffers of its program, in one mapping.
+//! A rank's memory: the buffers of its program, in one mapping or wherever their owner has them.
 //!
 //! ```text
-//! | src of tensor 0: box, box | dst of tensor 0 | src of tensor 1 | ... | stage 0 | stage 1 |
+//! | buffer 0: source of tensor 0 | buffer 1: its destination | ... | staging |
 //! ```
 //!
-//! A shard is the list of its boxes, row-major each, in the order `Layout::shard_at` gives. A staging buffer holds one
-//! box at a time: that of the receive that fills it or, where copies fill it, that of the send that reads it.
+//! The program says which box lies where in which buffer (its tiles), and was proven: every op has a place for what it reads
+//! and writes.
+
+#![allow(unsafe_code)]
 
 use std::io;
 use std::sync::Arc;
 
-use crossmesh_core::id::{Rank, RegionId};
-use crossmesh_core::program::{Buffer, Op, OpKind, Program, RankProgram};
+use crossmesh_core::program::{Holds, OpKind, Role, Tile, TileId};
 use crossmesh_core::region::Region;
-use crossmesh_core::reshard::{Placed, Plan};
 use crossmesh_core::units::Bytes;
+use crossmesh_core::verify::VerifiedRank;
 
 use crate::collectives::Element;
-use crate::memory::{Memory, Place};
+use crate::memory::{Memory, Place, bytes_of, bytes_of_mut};
 use crate::view::View;
 
-/// Boxes start at multiples of this: a cache line.
+/// Buffers start at multiples of this: a cache line.
 pub(crate) const ALIGN: u64 = 64;
+
+/// Shards are written before a program runs, and read after.
+const NO_PROGRAM: &str = "no program runs on the memory";
 
 /// Who may map a rank's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,24 +35,19 @@ pub enum Sharing {
     Host,
 }
 
-/// A box of a shard, and where it starts.
+/// Where a buffer is.
 #[derive(Debug, Clone)]
-pub struct HeldBox {
-    pub region: Region,
-    pub base: u64,
+pub struct Base {
+    pub memory: Arc<Memory>,
+    pub at: u64,
 }
 
-/// See the module. Staging buffers are in `memory`; so are the shards, unless they lie in memory of their own.
+/// See the module.
 #[derive(Debug, Clone)]
 pub struct RankBuffers {
-    pub memory: Arc<Memory>,
-    pub(crate) src_memory: Arc<Memory>,
-    pub(crate) dst_memory: Arc<Memory>,
-    /// By tensor.
-    pub src: Vec<Vec<HeldBox>>,
-    pub dst: Vec<Vec<HeldBox>>,
-    pub(crate) stages: Vec<u64>,
-    pub(crate) tensor_bytes: u64,
+    program: VerifiedRank,
+    /// By buffer of the program.
+    bases: Vec<Base>,
 }
 
 /// Where an op reads and writes. A send has no `into`, a receive no `from`.
@@ -59,208 +58,164 @@ pub struct OpPlaces {
 }
 
 impl RankBuffers {
-    pub fn allocate(plan: &Plan, program: &RankProgram, rank: Rank, sharing: Sharing) -> io::Result<Self> {
-        Self::lay_out(plan, program, rank, sharing, None)
-    }
-
-    /// For a plan that sends on what `came`: its sources are where that arrived.
-    pub fn sending_on(
-        came: &Self,
-        plan: &Plan,
-        program: &RankProgram,
-        rank: Rank,
-        sharing: Sharing,
-    ) -> io::Result<Self> {
-        Self::lay_out(plan, program, rank, sharing, Some(came))
-    }
-
-    fn lay_out(
-        plan: &Plan,
-        program: &RankProgram,
-        rank: Rank,
-        sharing: Sharing,
-        came: Option<&Self>,
-    ) -> io::Result<Self> {
-        let (mut next, mut tensor_bytes) = (0, 0);
-        let mut take = |bytes: u64| {
-            let base = next;
-            next = (base + bytes).next_multiple_of(ALIGN);
-            base
-        };
-        let mut shard = |placed: &Placed| -> Vec<HeldBox> {
-            let element = placed.layout.dtype().bytes();
-            let boxes = shard_of(placed, rank).into_iter();
-            let held = |region: Region| {
-                let bytes = region.volume() * element;
-                tensor_bytes += bytes;
-                HeldBox { base: take(bytes), region }
-            };
-            boxes.map(held).collect()
-        };
-        let reshards = &plan.problem.reshards;
-        let src = match came {
-            Some(came) => came.dst.clone(),
-            None => reshards.iter().map(|r| shard(&r.src)).collect(),
-        };
-        let dst = reshards.iter().map(|r| shard(&r.dst)).collect();
-        let stages = program.stages.iter().map(|bytes| take(*bytes)).collect();
+    /// All buffers, one behind the other.
+    pub fn allocate(program: VerifiedRank, sharing: Sharing) -> io::Result<Self> {
+        let mut next = 0;
+        let mut starts = vec![];
+        for buffer in &program.buffers {
+            starts.push(next);
+            next = (next + buffer.bytes).next_multiple_of(ALIGN);
+        }
         let memory = match sharing {
             Sharing::Private => Memory::private(next)?,
             Sharing::Host => Memory::shared(next).map_err(|cause| cannot_share(next, &cause))?,
         };
         let memory = Arc::new(memory);
-        let src_memory = came.map_or(&memory, |came| &came.dst_memory).clone();
-        let dst_memory = memory.clone();
-        Ok(Self { memory, src_memory, dst_memory, src, dst, stages, tensor_bytes })
+        let bases = starts.into_iter().map(|at| Base { memory: memory.clone(), at }).collect();
+        Ok(Self { program, bases })
     }
 
-    /// Writes this rank's shard of a tensor's source. For whoever owns the memory while no program runs on it.
+    /// For a program whose buffers are somebody's: one base for each, with room for all of it.
+    pub(crate) fn bound(program: VerifiedRank, bases: Vec<Base>) -> Self {
+        let fits = |(base, buffer): (&Base, &crossmesh_core::program::Buffer)| {
+            base.at.checked_add(buffer.bytes).is_some_and(|end| end <= base.memory.len())
+        };
+        assert_eq!(bases.len(), program.buffers.len(), "a base for every buffer");
+        assert!(bases.iter().zip(&program.buffers).all(fits), "a buffer has room where it is bound");
+        Self { program, bases }
+    }
+
+    pub fn program(&self) -> &VerifiedRank {
+        &self.program
+    }
+
+    /// Where a box of a tile is.
+    pub fn place(&self, tile: &Tile, region: &Region) -> Place {
+        let whole = self.program.whole();
+        let base = &self.bases[tile.buffer as usize];
+        let element = whole.tensors[tile.tensor as usize].dtype.bytes();
+        let (at, held) = (base.at + tile.offset, &whole.boxes[tile.region]);
+        let view = View::of_tile(at, held, tile.strides.as_deref(), region, element);
+        Place {
+            memory: base.memory.clone(),
+            view: view.expect("the program is proven: its boxes lie in their tiles"),
+        }
+    }
+
+    /// Where all of a tile is.
+    pub fn whole(&self, tile: &Tile) -> Place {
+        self.place(tile, &self.program.whole().boxes[tile.region])
+    }
+
+    /// The tiles of a tensor that hold it from the start.
+    pub fn sources(&self, tensor: u32) -> impl Iterator<Item = &Tile> {
+        let of = move |t: &&Tile| t.tensor == tensor && matches!(t.holds, Holds::Source(_));
+        self.program.tiles.iter().filter(of)
+    }
+
+    /// The tiles of a tensor that hold it in the end.
+    pub fn goals(&self, tensor: u32) -> impl Iterator<Item = &Tile> {
+        self.program.tiles.iter().filter(move |t| t.tensor == tensor && t.holds == Holds::Goal)
+    }
+
+    /// Writes this rank's shard of a tensor's source.
+    ///
+    /// # Panics
+    /// While a program runs on it.
     pub fn write_source<T: Element>(&self, tensor: usize, mut shard: &[T]) {
-        for held in &self.src[tensor] {
-            let (head, rest) = shard.split_at(held.region.volume() as usize);
-            self.src_memory.elements_mut(held.base, head.len()).copy_from_slice(head);
+        for tile in self.sources(tensor as u32) {
+            let Place { memory, view } = self.whole(tile);
+            let (head, rest) = shard.split_at((view.bytes() / size_of::<T>() as u64) as usize);
+            memory.own().expect(NO_PROGRAM).unpack(&view, 0, bytes_of(head));
             shard = rest;
         }
         assert!(shard.is_empty(), "a shard is as large as its boxes");
     }
 
     /// Reads this rank's shard of a tensor's destination.
-    pub fn read_destination<T: Element>(&self, tensor: usize, mut shard: &mut [T]) {
-        for held in &self.dst[tensor] {
-            let (head, rest) = shard.split_at_mut(held.region.volume() as usize);
-            head.copy_from_slice(self.dst_memory.elements(held.base, head.len()));
-            shard = rest;
-        }
-        assert!(shard.is_empty(), "a shard is as large as its boxes");
+    ///
+    /// # Panics
+    /// While a program runs on it.
+    pub fn read_destination<T: Element>(&self, tensor: usize, shard: &mut [T]) {
+        let owned: Vec<Arc<Memory>> = self.goals(tensor as u32).map(|tile| self.whole(tile).memory).collect();
+        let _owned = owned.first().map(|memory| memory.own().expect(NO_PROGRAM));
+        // SAFETY: nobody else has the memory; what a rank allocates is one mapping.
+        unsafe { self.read_tiles_of_pass(self.goals(tensor as u32), shard) }
     }
 
-    /// What its shards hold, without staging buffers.
-    pub fn tensor_bytes(&self) -> u64 {
-        self.tensor_bytes
-    }
-
-    /// The places of every op, or the op that has none and why.
-    pub fn places(
-        &self,
-        plan: &Plan,
-        program: &Program,
-        rank: Rank,
-    ) -> Result<Vec<OpPlaces>, (u32, &'static str)> {
-        let boxes = Boxes { plan, program };
-        let ops = &program.ranks[rank.index()];
-        let staged = boxes.staged(ops);
-        let resolve = |(i, op): (u32, &Op)| {
-            let (from, into) = ends(op);
-            let place = |buffer: Option<Buffer>| {
-                buffer.map(|b| self.place(&boxes, op, b, staged[i as usize])).transpose()
-            };
-            Ok(OpPlaces { from: place(from).map_err(|e| (i, e))?, into: place(into).map_err(|e| (i, e))? })
-        };
-        let mut places = Vec::with_capacity(ops.ops.len());
-        for op in (0..).zip(&ops.ops) {
-            places.push(resolve(op)?);
-        }
-        Ok(places)
-    }
-
-    fn place(
-        &self,
-        boxes: &Boxes<'_>,
-        op: &Op,
-        buffer: Buffer,
-        staged: Option<RegionId>,
-    ) -> Result<Place, &'static str> {
-        let memory = match buffer {
-            Buffer::Src => &self.src_memory,
-            Buffer::Dst => &self.dst_memory,
-            Buffer::Stage(_) => &self.memory,
-        };
-        let memory = memory.clone();
-        if op.bytes == 0 {
-            return Ok(Place { memory, view: View::empty() });
-        }
-        let region = boxes.region(op.region);
-        let element = boxes.plan.problem.reshards[op.tensor as usize].src.layout.dtype().bytes();
-        let shard =
-            |held: &[HeldBox]| held.iter().find_map(|b| View::of_box(b.base, &b.region, region, element));
-        let view = match buffer {
-            Buffer::Src => shard(&self.src[op.tensor as usize]),
-            Buffer::Dst => shard(&self.dst[op.tensor as usize]),
-            Buffer::Stage(slot) => {
-                let held = boxes.region(staged.ok_or("nothing says what its staging buffer holds")?);
-                View::of_box(self.stages[slot as usize], held, region, element)
+    /// Fills tiles with a shard, box behind box, beside a program that runs.
+    ///
+    /// # Safety
+    /// Nobody else touches the tiles meanwhile, as of a pass that makes them: what sends them waits for the pass.
+    pub(crate) unsafe fn write_tiles_of_pass<'a, T: Element>(
+        &'a self,
+        tiles: impl Iterator<Item = &'a Tile>,
+        shard: &[T],
+    ) {
+        let mut bytes = bytes_of(shard);
+        for tile in tiles {
+            let place = self.whole(tile);
+            for (at, len) in place.view.runs(0..place.bytes()) {
+                let (head, rest) = bytes.split_at(len as usize);
+                // SAFETY: the caller says so.
+                unsafe { place.memory.elements_mut::<u8>(at, head.len()) }.copy_from_slice(head);
+                bytes = rest;
             }
-        };
-        let view = view.ok_or("its box does not lie in its buffer")?;
-        match view.bytes() == op.bytes && view.end() <= memory.len() {
-            true => Ok(Place { memory, view }),
-            false => Err("its bytes are not those of its box"),
         }
+        assert!(bytes.is_empty(), "a shard is as large as its boxes");
+    }
+
+    /// Fills a shard from tiles, box behind box, beside a program that runs.
+    ///
+    /// # Safety
+    /// Nobody writes to the tiles meanwhile, as of a pass that needs them: what overwrites them waits for the pass.
+    pub(crate) unsafe fn read_tiles_of_pass<'a, T: Element>(
+        &'a self,
+        tiles: impl Iterator<Item = &'a Tile>,
+        shard: &mut [T],
+    ) {
+        let mut bytes = bytes_of_mut(shard);
+        for tile in tiles {
+            let place = self.whole(tile);
+            for (at, len) in place.view.runs(0..place.bytes()) {
+                let (head, rest) = bytes.split_at_mut(len as usize);
+                // SAFETY: the caller says so.
+                head.copy_from_slice(unsafe { place.memory.elements::<u8>(at, head.len()) });
+                bytes = rest;
+            }
+        }
+        assert!(bytes.is_empty(), "a shard is as large as its boxes");
+    }
+
+    /// What its tensors take, without staging.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.program.buffers.iter().filter(|b| b.role != Role::Staging).map(|b| b.bytes).sum()
+    }
+
+    /// All that is allocated for it.
+    pub fn bytes(&self) -> u64 {
+        self.program.buffers.iter().map(|b| b.bytes).sum()
+    }
+
+    /// The places of every op.
+    pub fn places(&self) -> io::Result<Vec<OpPlaces>> {
+        let whole = self.program.whole();
+        let nothing = Place { memory: Arc::new(Memory::private(0)?), view: View::empty() };
+        let place = |tile: TileId, op: &crossmesh_core::program::Op| match tile {
+            TileId::NOWHERE => Some(nothing.clone()),
+            tile => Some(self.place(self.program.tile(tile), &whole.boxes[op.region])),
+        };
+        let places = self.program.ops.iter().map(|op| match op.kind {
+            OpKind::Send { from, .. } => OpPlaces { from: place(from, op), into: None },
+            OpKind::Recv { into, .. } => OpPlaces { from: None, into: place(into, op) },
+            OpKind::Copy { from, into, .. } => OpPlaces { from: place(from, op), into: place(into, op) },
+            OpKind::Compute { .. } => OpPlaces { from: None, into: None },
+        });
+        Ok(places.collect())
     }
 }
 
 fn cannot_share(bytes: u64, cause: &io::Error) -> io::Error {
     let hint = "its tensors and staging buffers lie there; run fewer ranks on the host, or raise its limits";
     io::Error::new(cause.kind(), format!("no {} of shared memory: {cause}\nhint: {hint}", Bytes(bytes)))
-}
-
-/// The boxes that a rank holds under a layout.
-pub fn shard_of(placed: &Placed, rank: Rank) -> Vec<Region> {
-    match placed.ranks.iter().position(|r| *r == rank) {
-        Some(position) => {
-            let boxes = placed.layout.shard_at(&placed.layout.mesh().coord(position));
-            boxes.into_iter().filter(|b| !b.is_empty()).collect()
-        }
-        None => vec![],
-    }
-}
-
-/// What an op reads and what it writes.
-fn ends(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
-    match op.kind {
-        OpKind::Send { from, .. } => (Some(from), None),
-        OpKind::Recv { into, .. } => (None, Some(into)),
-        OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
-        OpKind::Compute { .. } => (None, None),
-    }
-}
-
-struct Boxes<'a> {
-    plan: &'a Plan,
-    program: &'a Program,
-}
-
-impl Boxes<'_> {
-    fn region(&self, id: RegionId) -> &Region {
-        let regions = self.plan.regions();
-        regions.get(id.index()).unwrap_or_else(|| &self.program.copied[id.index() - regions.len()])
-    }
-
-    /// For every op that touches a staging buffer, the box that the buffer holds then.
-    ///
-    /// A reader waits for what fills the buffer. A copy that fills one is waited for by the send of the whole box, or
-    /// by the receive that adds to it.
-    fn staged(&self, ops: &RankProgram) -> Vec<Option<RegionId>> {
-        let mut held: Vec<Option<RegionId>> = vec![None; ops.ops.len()];
-        for (i, op) in ops.ops.iter().enumerate() {
-            let (from, into) = ends(op);
-            let staged = [from, into].into_iter().flatten().find(|b| matches!(b, Buffer::Stage(_)));
-            let Some(buffer) = staged else { continue };
-            if matches!(op.kind, OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. }) {
-                held[i] = Some(op.region);
-            }
-            for dep in ops.deps(op) {
-                let filler = &ops.ops[dep.op as usize];
-                let fills = ends(filler).1 == Some(buffer) && filler.tensor == op.tensor && filler.bytes > 0;
-                let brings = matches!(filler.kind, OpKind::Recv { .. } | OpKind::Copy { reduce: true, .. });
-                if fills && brings && from == Some(buffer) {
-                    held[i] = Some(filler.region);
-                } else if fills && !brings {
-                    held[i] = held[i].or(Some(op.region));
-                    held[dep.op as usize] = Some(op.region);
-                }
-            }
-        }
-        held
-    }
 }

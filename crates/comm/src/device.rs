@@ -1,28 +1,33 @@
 //! What computes, beside the engine that moves: a device does one pass at a time, and says when it has ended.
 //!
 //! ```text
-//! engine   begin(pass 7) ........ moves bytes, sleeps, moves bytes ........ fd readable: ended() -> true
+//! engine   begin(pass 7) ........ moves bytes, sleeps, moves bytes ........ woken: ended() -> true
 //! device   |================ pass 7 ================|
 //! ```
 //!
+//! A device wakes the engine by the engine's own [`Waker`], or by a descriptor that means nothing else ([`crate::wake`]).
 //! [`VirtualDevice`] waits for as long as the pass is thought to take: an accelerator that is not there.
 //! [`Worker`] computes for real, in a thread of its own.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 use std::thread::JoinHandle;
 
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
+pub use crate::wake::Waker;
+
 /// One pass at a time; no call waits.
 pub trait Device: Send {
-    /// Readable once the pass under way has ended.
-    fn fd(&self) -> BorrowedFd<'_>;
+    /// Readable from the end of a pass until [`Device::ended`] has said so, and at no other time; none where the device
+    /// wakes the engine itself, after it has put down that the pass has ended.
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
     /// Starts a pass: `pass` and `nanos` as the program has them.
     fn begin(&mut self, pass: u32, nanos: u64) -> Result<(), DeviceError>;
     /// Whether the pass under way has ended.
@@ -55,8 +60,8 @@ impl VirtualDevice {
 }
 
 impl Device for VirtualDevice {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.timer.as_fd()
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.timer.as_fd())
     }
 
     fn begin(&mut self, _pass: u32, nanos: u64) -> Result<(), DeviceError> {
@@ -70,52 +75,28 @@ impl Device for VirtualDevice {
     }
 
     fn ended(&mut self) -> Result<bool, DeviceError> {
-        was_signalled(&self.timer)
-    }
-}
-
-/// Takes what a timer or an event counter has counted.
-fn was_signalled(fd: &OwnedFd) -> Result<bool, DeviceError> {
-    match rustix::io::read(fd, &mut [0u8; 8]) {
-        Ok(_) => Ok(true),
-        Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-        Err(error) => Err(error.into()),
+        match rustix::io::read(&self.timer, &mut [0u8; 8]) {
+            Ok(_) => Ok(true),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
 /// What a [`Worker`] does for a pass.
 pub type Compute = Box<dyn FnMut(u32) -> Result<(), String> + Send>;
 
-/// Wakes an engine that waits, by the descriptor of its device.
-#[derive(Debug, Clone)]
-pub struct Waker(Arc<OwnedFd>);
-
-impl Waker {
-    pub fn wake(&self) {
-        // A counter that is full already wakes too.
-        let _full = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
-    }
-}
-
 /// Computes in a thread of its own, which ends with it.
 #[derive(Debug)]
 pub struct Worker {
     passes: Option<mpsc::Sender<u32>>,
     results: mpsc::Receiver<Result<(), DeviceError>>,
-    signal: Waker,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
-    pub fn new(compute: Compute) -> Result<Self, DeviceError> {
-        Self::with_waker(|_| compute)
-    }
-
-    /// For a device that has something to say to whoever drives the engine while a pass is under way.
-    pub fn with_waker(compute: impl FnOnce(Waker) -> Compute) -> Result<Self, DeviceError> {
-        let signal = Waker(Arc::new(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?));
-        let told = signal.clone();
-        let mut compute = compute(signal.clone());
+    /// `waker` is of the engine that the device is for.
+    pub fn new(waker: Waker, mut compute: Compute) -> Result<Self, DeviceError> {
         let (passes, to_do) = mpsc::channel::<u32>();
         let (done, results) = mpsc::channel();
         let thread = std::thread::Builder::new().name("device".into()).spawn(move || {
@@ -127,19 +108,15 @@ impl Worker {
                 if done.send(result).is_err() {
                     return;
                 }
-                told.wake();
+                waker.wake();
             }
         });
         let thread = thread.map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::AGAIN))?;
-        Ok(Self { passes: Some(passes), results, signal, thread: Some(thread) })
+        Ok(Self { passes: Some(passes), results, thread: Some(thread) })
     }
 }
 
 impl Device for Worker {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.signal.0.as_fd()
-    }
-
     fn begin(&mut self, pass: u32, _nanos: u64) -> Result<(), DeviceError> {
         let sent = self.passes.as_ref().is_some_and(|passes| passes.send(pass).is_ok());
         match sent {
@@ -149,10 +126,6 @@ impl Device for Worker {
     }
 
     fn ended(&mut self) -> Result<bool, DeviceError> {
-        if !was_signalled(&self.signal.0)? {
-            return Ok(false);
-        }
-        // Without a result, something else woke us.
         self.results.try_recv().map_or(Ok(false), |result| result.map(|()| true))
     }
 }
@@ -170,11 +143,12 @@ impl Drop for Worker {
 mod tests {
     use super::*;
     use crate::clock::{Clock, Monotonic};
+    use crate::wake::Sleeper;
     use rustix::event::{PollFd, PollFlags, poll};
 
-    fn wait(device: &dyn Device) {
+    fn wait(fd: BorrowedFd<'_>) {
         let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
-        let ready = poll(&mut [PollFd::new(&device.fd(), PollFlags::IN)], Some(&limit)).unwrap();
+        let ready = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap();
         assert_eq!(ready, 1, "the device said nothing for 10 s");
     }
 
@@ -184,7 +158,7 @@ mod tests {
         let start = Monotonic.now_ns();
         device.begin(0, 20_000_000).unwrap();
         assert!(!device.ended().unwrap());
-        wait(&device);
+        wait(device.fd().unwrap());
         assert!(device.ended().unwrap());
         assert!(Monotonic.now_ns() - start >= 20_000_000);
         assert!(!device.ended().unwrap(), "an end is told once");
@@ -192,15 +166,17 @@ mod tests {
 
     #[test]
     fn a_worker_tells_the_end_the_failure_and_the_panic_of_a_pass() {
-        let mut worker = Worker::new(Box::new(|pass| match pass {
+        let mut sleeper = Sleeper::new().unwrap();
+        let compute = |pass| match pass {
             0 => Ok(()),
             1 => Err("no memory".into()),
             _ => panic!("a test panics on purpose"),
-        }))
-        .unwrap();
+        };
+        let mut worker = Worker::new(sleeper.waker(), Box::new(compute)).unwrap();
         let mut outcome = |pass| {
             worker.begin(pass, 0).unwrap();
-            wait(&worker);
+            wait(sleeper.fd());
+            sleeper.woke();
             worker.ended()
         };
         assert_eq!(outcome(0), Ok(true));

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A NIC is full duplex: what leaves is shaped at the host, what comes in at the switch. The bucket is small, so that
-//! short transfers are shaped too, and packets reach it one by one. Names carry the process's number: jobs run side
+//! short transfers are shaped too, and packets reach it one by one, or as many together as pass within 100 µs. Names carry the process's number: jobs run side
 //! by side, and what a killed one left behind is recognised and removed by the next. No address leaves the machine.
 //! Hosts use Linux's usual congestion control, whatever this machine uses.
 
@@ -24,8 +24,13 @@ const PREFIX: &str = "xm";
 const NAMESPACES: &str = "/run/netns";
 const NETWORK: &str = "10.77.0.0/24";
 const MTU: u32 = 9000;
-/// Of the shapers: small, so that a short transfer is not over before the shaping begins.
-const BURST: &str = "64kb";
+/// What a host may hand over at once, in time, and in bytes at most. A wire carries packet after packet; but a fast NIC is
+/// given many of them in one piece and cuts it up itself, and where every packet is a piece, the processors that play the
+/// network are busier than those that use it.
+const PIECE_S: f64 = 100e-6;
+const MAX_PIECE: f64 = 65536.0;
+/// Of the shapers: small, so that a short transfer is not over before the shaping begins; but two pieces have to fit.
+const MIN_BURST: u32 = 64 << 10;
 /// How much may queue at a NIC before packets are dropped, in time.
 const QUEUE: &str = "20ms";
 
@@ -61,6 +66,8 @@ pub enum EmulateError {
 pub struct Emulation {
     name: String,
     hosts: usize,
+    /// What hosts hand over at once, in bytes.
+    piece: u32,
 }
 
 impl Emulation {
@@ -76,7 +83,7 @@ impl Emulation {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("{PREFIX}{}.{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         // From here on, dropping it removes whatever is there already.
-        let emulation = Self { name, hosts: rates.len() };
+        let emulation = Self { name, hosts: rates.len(), piece: piece_bytes(rates) };
         emulation.add_namespaces()?;
         emulation.add_switch()?;
         for (host, rate) in rates.iter().enumerate() {
@@ -135,8 +142,7 @@ impl Emulation {
         let at_host = [
             format!("link add name nic type veth peer name p{host} netns {switch}"),
             format!("link set nic mtu {MTU}"),
-            // Segmentation offload would hand bursts of 64 kB to the shaper; a packet at a time is what a wire carries.
-            format!("link set nic gso_max_size {MTU} gso_max_segs 1"),
+            format!("link set nic gso_max_size {} gso_max_segs {}", self.piece, self.piece.div_ceil(MTU)),
             format!("addr add {address}/24 dev nic"),
             "link set nic up".into(),
             format!("route replace {NETWORK} dev nic proto kernel scope link src {address} congctl cubic"),
@@ -154,10 +160,18 @@ impl Emulation {
             return Err(EmulateError::Rate(bytes_per_s));
         }
         let rate = format!("{}bit", bits.round() as u64);
-        let shaper = ["tbf", "rate", &rate, "burst", BURST, "latency", QUEUE];
+        let burst = MIN_BURST.max(2 * self.piece).to_string();
+        let shaper = ["tbf", "rate", &rate, "burst", &burst, "latency", QUEUE];
         let args = [&["-n", namespace, "qdisc", "replace", "dev", device, "root"][..], &shaper].concat();
         tool("tc", &args, "")
     }
+}
+
+/// What the slowest of some NICs carries in [`PIECE_S`], and at least a packet.
+fn piece_bytes(rates: &[NicRate]) -> u32 {
+    let slowest = rates.iter().map(|r| r.out_bytes_per_s.min(r.in_bytes_per_s)).fold(f64::INFINITY, f64::min);
+    let packets = ((slowest * PIECE_S).min(MAX_PIECE) / f64::from(MTU)).floor().max(1.0);
+    packets as u32 * MTU
 }
 
 impl fmt::Display for Emulation {
@@ -231,6 +245,20 @@ mod tests {
         for other in ["xm-h0", "xm-switch", "xm.0-h0", "xmas.1-h0", "docker0", "xm5-h0", "xm5.x-h0"] {
             assert_eq!(owner(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn fast_nics_are_given_packets_in_pieces() {
+        let piece = |bits: &[f64]| {
+            let rate = |b: &f64| NicRate { out_bytes_per_s: b / 8.0, in_bytes_per_s: b / 8.0 };
+            piece_bytes(&bits.iter().map(rate).collect::<Vec<_>>())
+        };
+        assert_eq!(piece(&[400e6]), MTU, "one by one");
+        assert_eq!(piece(&[1e9]), MTU);
+        assert_eq!(piece(&[2e9]), 2 * MTU);
+        assert_eq!(piece(&[5e9]), 6 * MTU);
+        assert_eq!(piece(&[100e9]), 7 * MTU);
+        assert_eq!(piece(&[100e9, 400e6]), MTU, "the slowest decides");
     }
 
     #[test]

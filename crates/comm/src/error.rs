@@ -1,6 +1,5 @@
 //! What goes wrong between ranks, with the names of everybody concerned.
 
-use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
 
 use crate::wire::WireError;
@@ -44,12 +43,6 @@ pub enum CommError {
     Interrupted { me: Rank, culprit: Rank, host: String, reason: String },
     #[error("{me} has no connection to {peer}, which its program talks to")]
     NoLink { me: Rank, peer: Rank },
-    #[error(
-        "tensor {tensor} is a partial sum of {dtype}, which cannot be added up\nhint: sums are of f64, f32, bf16, f16, i64, i32, i8, u8 or bool"
-    )]
-    CannotReduce { tensor: String, dtype: DType },
-    #[error("{me} cannot run op {op} of its program: {why}\nhint: verify the plan first")]
-    BadProgram { me: Rank, op: u32, why: &'static str },
     #[error("{me} cannot {what}: {cause}")]
     System { me: Rank, what: &'static str, cause: String },
 }

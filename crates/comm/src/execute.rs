@@ -2,12 +2,11 @@
 
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::{OpKind, Program};
-use crossmesh_core::reshard::{Plan, lower};
+use crossmesh_core::verify::VerifiedRank;
 use serde::{Deserialize, Serialize};
 
 use crate::buffer::{RankBuffers, Sharing};
 use crate::clock::Monotonic;
-use crate::combine::Combine;
 use crate::engine::{Engine, EngineOptions, JobReport, JobSpec};
 use crate::error::CommError;
 use crate::flight::FlightRecord;
@@ -126,48 +125,31 @@ pub fn peers_of(program: &Program, rank: Rank) -> Vec<Rank> {
     peers
 }
 
-/// Runs a verified plan on one rank. `links` leads to every rank of [`peers_of`].
+/// Runs one rank's part of a program: fills what it holds, runs it, and looks at every element of its goals. `links` leads to
+/// every rank of [`peers_of`].
 pub fn execute(
-    plan: &Plan,
-    rank: Rank,
+    program: VerifiedRank,
     links: Vec<(Rank, Box<dyn Link>)>,
     options: &ExecuteOptions,
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, Failure> {
-    check_sums(plan)?;
-    let program = lower(plan);
+    let rank = program.id();
     let meter = options.measure_memory.then(Meter::start).flatten();
-    let allocated = RankBuffers::allocate(plan, &program.ranks[rank.index()], rank, options.sharing);
+    let allocated = RankBuffers::allocate(program, options.sharing);
     let buffers = allocated.map_err(|e| CommError::System {
         me: rank,
         what: "allocate its shards",
         cause: e.to_string(),
     })?;
-    pattern::fill_sources(plan, rank, &buffers);
+    pattern::fill_sources(&buffers);
     let mut engine = Engine::new(rank, links, Box::new(Monotonic), options.engine.clone())?;
-    let mut run = Run { plan, program: &program, rank, buffers: &buffers, check: options.check, meter };
+    let mut run = Run { rank, buffers: &buffers, check: options.check, meter };
     let result = run.repeat(&mut engine, options.repeat, barrier);
     engine.close();
     result.map_err(|error| Failure { error, flight: engine.flight_record().cloned().map(Box::new) })
 }
 
-fn check_sums(plan: &Plan) -> Result<(), CommError> {
-    for (i, reshard) in plan.problem.reshards.iter().enumerate() {
-        let layout = &reshard.src.layout;
-        if let Some(partial) = layout.partial()
-            && layout.num_contributions() > 1
-            && Combine::new(layout.dtype(), partial.op).is_none()
-        {
-            let tensor = format!("{i} {layout}");
-            return Err(CommError::CannotReduce { tensor, dtype: layout.dtype() });
-        }
-    }
-    Ok(())
-}
-
 struct Run<'a> {
-    plan: &'a Plan,
-    program: &'a Program,
     rank: Rank,
     buffers: &'a RankBuffers,
     check: bool,
@@ -183,8 +165,8 @@ impl Run<'_> {
     ) -> Result<RankReport, CommError> {
         let mut report = RankReport { verified: self.check, ..RankReport::idle(self.rank) };
         for job in 0..times {
-            let spec = JobSpec::new(job, self.plan, self.program, self.rank, self.buffers)?;
-            pattern::poison_destinations(self.plan, self.buffers);
+            let spec = JobSpec::new(job, self.buffers)?;
+            pattern::poison_destinations(self.buffers);
             // The first run shows what runs need.
             let mut meter = self.meter.as_mut().filter(|_| job == 0);
             if let Some(meter) = &mut meter {
@@ -211,13 +193,13 @@ impl Run<'_> {
         meter.look();
         Some(ExtraMemory {
             extra_bytes_measured: meter.extra_bytes(self.buffers.tensor_bytes()),
-            extra_bytes_proven: self.program.ranks[self.rank.index()].extra_bytes(),
+            extra_bytes_proven: self.buffers.program().extra_bytes(),
             socket_bytes: engine.kernel_bytes(),
         })
     }
 
     fn look(&self, report: &mut RankReport) {
-        if let Some(wrong) = pattern::check_destinations(self.plan, self.buffers) {
+        if let Some(wrong) = pattern::check_destinations(self.buffers) {
             report.verified = false;
             report.wrong.get_or_insert(wrong.to_string());
         }

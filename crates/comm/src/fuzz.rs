@@ -11,6 +11,7 @@ use crossmesh_core::layout::ReduceOp;
 use crossmesh_core::region::{Region, Span};
 
 use crate::combine::Combine;
+use crate::memory::place::Lent;
 use crate::memory::{Memory, Place};
 use crate::transport::outbox::Outbox;
 use crate::transport::stream::StreamLink;
@@ -53,8 +54,14 @@ fn expected(tag: u32) -> Expected {
     let columns = |width| Region::new(vec![Span::new(0, 64), Span::new(0, width)]);
     let region = [held.clone(), columns(3), columns(255), columns(0)][tag as usize % 4].clone();
     let view = View::of_box(0, &held, &region, 4).expect("columns lie in the whole");
-    let combine = Combine::new(DType::F32, ReduceOp::Sum).filter(|_| tag == 1);
-    Expected { bytes: view.bytes(), place: Place { memory, view }, combine }
+    let combine = (tag == 1).then(|| Combine::new(DType::F32, ReduceOp::Sum));
+    Expected { bytes: view.bytes(), place: lent(&Place { memory, view }), combine }
+}
+
+#[expect(unsafe_code, reason = "a link without an engine")]
+fn lent(place: &Place) -> Lent {
+    // SAFETY: the memory was just made for this link, and nobody else has it.
+    unsafe { Lent::of(place) }.clone()
 }
 
 /// A greeting, a segment, and then eight bytes a frame: kind, tag, offset, length, and a seed for the payload.

@@ -12,11 +12,13 @@
 
 pub mod auth;
 pub mod buffer;
+mod checksum;
 pub mod clock;
 pub mod collectives;
 pub mod combine;
 pub mod deadline;
 pub mod device;
+pub mod driver;
 pub mod emulate;
 pub mod engine;
 pub mod environment;
@@ -25,6 +27,7 @@ pub mod execute;
 pub mod flight;
 pub mod fuzz;
 pub mod launch;
+pub mod limits;
 pub mod memory;
 pub mod pattern;
 pub mod rendezvous;
@@ -34,4 +37,5 @@ pub mod sweep;
 pub mod transport;
 pub mod usage;
 pub mod view;
+pub mod wake;
 pub mod wire;

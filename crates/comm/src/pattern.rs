@@ -5,18 +5,16 @@
 //! whatever the order they are added in.
 
 use std::fmt;
-use std::sync::Arc;
 
 use crossmesh_core::dtype::DType;
-use crossmesh_core::id::Rank;
-use crossmesh_core::layout::{Layout, ReduceOp};
+use crossmesh_core::layout::ReduceOp;
+use crossmesh_core::program::{Holds, Tensor, Tile};
 use crossmesh_core::region::Region;
-use crossmesh_core::reshard::{Placed, Plan};
 use half::{bf16, f16};
 
-use crate::buffer::{HeldBox, RankBuffers};
-use crate::memory::{Memory, Place};
-use crate::view::View;
+use crate::buffer::RankBuffers;
+use crate::combine::{F8E4M3, F8E5M2};
+use crate::memory::Place;
 
 /// What destinations hold before a run, so that what never arrives is noticed.
 const POISON: u8 = 0xA5;
@@ -41,79 +39,102 @@ impl fmt::Display for Wrong {
     }
 }
 
+/// Patterns are for runs to start from and to end with.
+const NO_PROGRAM: &str = "no program runs on the memory";
+
+/// A tensor as a pattern knows it, and the number that its values are made of.
+#[derive(Debug, Clone, Copy)]
+pub struct Patterned<'a> {
+    pub number: usize,
+    pub tensor: &'a Tensor,
+}
+
+impl<'a> Patterned<'a> {
+    fn values(self) -> Values<'a> {
+        Values { number: self.number as u64, tensor: self.tensor }
+    }
+
+    /// Fills a box with a part of the tensor.
+    pub fn fill(self, region: &Region, part: u32, place: &Place) {
+        let (values, element) = (self.values(), self.tensor.dtype.bytes());
+        let mut memory = place.memory.own().expect(NO_PROGRAM);
+        let mut row = vec![];
+        for_rows(region, &self.tensor.shape, |index, len, at| {
+            row.clear();
+            (index..index + len)
+                .for_each(|i| row.extend_from_slice(&values.part(i, u64::from(part)).bytes()));
+            memory.unpack(&place.view, at * element, &row);
+        });
+    }
+
+    /// Looks at every element of a box; the first that is not whole and right, if there is one.
+    pub fn check(self, region: &Region, place: &Place) -> Option<Wrong> {
+        let (values, element) = (self.values(), self.tensor.dtype.bytes());
+        let memory = place.memory.own().expect(NO_PROGRAM);
+        let (mut found, mut expected, mut wrong) = (vec![], vec![], None);
+        for_rows(region, &self.tensor.shape, |index, len, at| {
+            found.clear();
+            expected.clear();
+            memory.pack(&place.view, at * element..(at + len) * element, &mut found);
+            (index..index + len).for_each(|i| expected.extend_from_slice(&values.whole(i).bytes()));
+            if found != expected && wrong.is_none() {
+                let (f, e) = (found.chunks(element as usize), expected.chunks(element as usize));
+                wrong = (index..).zip(f.zip(e)).find(|(_, (f, e))| f != e).map(|(i, (f, e))| Wrong {
+                    tensor: format!("{} {}", self.number, self.tensor.name),
+                    element: coordinates(i, &self.tensor.shape),
+                    found: f.to_vec(),
+                    expected: e.to_vec(),
+                });
+            }
+        });
+        wrong
+    }
+}
+
+/// Overwrites a box, so that what never arrives is noticed.
+pub fn poison(place: &Place) {
+    let block = vec![POISON; BLOCK_BYTES];
+    let mut memory = place.memory.own().expect(NO_PROGRAM);
+    let mut at = 0;
+    while at < place.bytes() {
+        let len = (place.bytes() - at).min(BLOCK_BYTES as u64);
+        memory.unpack(&place.view, at, &block[..len as usize]);
+        at += len;
+    }
+}
+
+/// The tiles of a rank that hold something of their own, each with its pattern.
+fn patterned(
+    buffers: &RankBuffers,
+    holds: impl Fn(Holds) -> bool,
+) -> impl Iterator<Item = (Patterned<'_>, &Tile)> {
+    let program = buffers.program();
+    let of = |tile: &'_ Tile| Patterned {
+        number: tile.tensor as usize,
+        tensor: &program.whole().tensors[tile.tensor as usize],
+    };
+    program.tiles.iter().filter(move |tile| holds(tile.holds)).map(move |tile| (of(tile), tile))
+}
+
 /// Fills a rank's source shards.
-pub fn fill_sources(plan: &Plan, rank: Rank, buffers: &RankBuffers) {
-    for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
-        let part = contribution(&reshard.src, rank);
-        let values = Values { tensor: tensor as u64, layout: &reshard.src.layout };
-        for held in &buffers.src[tensor] {
-            let place = whole(held, &reshard.src.layout, &buffers.src_memory);
-            let mut row = vec![];
-            for_rows(&held.region, reshard.src.layout.shape(), |index, len, at| {
-                row.clear();
-                (index..index + len).for_each(|i| row.extend_from_slice(&values.part(i, part).bytes()));
-                place.unpack(at * reshard.src.layout.dtype().bytes(), &row, None);
-            });
-        }
+pub fn fill_sources(buffers: &RankBuffers) {
+    for (pattern, tile) in patterned(buffers, |holds| matches!(holds, Holds::Source(_))) {
+        let Holds::Source(part) = tile.holds else { continue };
+        pattern.fill(&buffers.program().whole().boxes[tile.region], part, &buffers.whole(tile));
     }
 }
 
 /// Overwrites a rank's destination shards.
-pub fn poison_destinations(plan: &Plan, buffers: &RankBuffers) {
-    let block = vec![POISON; BLOCK_BYTES];
-    for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
-        for held in &buffers.dst[tensor] {
-            let place = whole(held, &reshard.dst.layout, &buffers.dst_memory);
-            let bytes = place.bytes();
-            let mut at = 0;
-            while at < bytes {
-                let len = (bytes - at).min(BLOCK_BYTES as u64);
-                place.unpack(at, &block[..len as usize], None);
-                at += len;
-            }
-        }
-    }
+pub fn poison_destinations(buffers: &RankBuffers) {
+    patterned(buffers, |holds| holds == Holds::Goal).for_each(|(_, tile)| poison(&buffers.whole(tile)));
 }
 
 /// Looks at every element of a rank's destination shards; the first wrong one, if there is one.
-pub fn check_destinations(plan: &Plan, buffers: &RankBuffers) -> Option<Wrong> {
-    for (tensor, reshard) in plan.problem.reshards.iter().enumerate() {
-        let values = Values { tensor: tensor as u64, layout: &reshard.src.layout };
-        let element = reshard.src.layout.dtype().bytes();
-        for held in &buffers.dst[tensor] {
-            let place = whole(held, &reshard.dst.layout, &buffers.dst_memory);
-            let (mut found, mut expected, mut wrong) = (vec![], vec![], None);
-            for_rows(&held.region, reshard.src.layout.shape(), |index, len, at| {
-                found.clear();
-                expected.clear();
-                place.pack(at * element..(at + len) * element, &mut found);
-                (index..index + len).for_each(|i| expected.extend_from_slice(&values.whole(i).bytes()));
-                if found != expected && wrong.is_none() {
-                    let (f, e) = (found.chunks(element as usize), expected.chunks(element as usize));
-                    wrong = (index..).zip(f.zip(e)).find(|(_, (f, e))| f != e).map(|(i, (f, e))| Wrong {
-                        tensor: format!("{tensor} {}", reshard.name),
-                        element: coordinates(i, reshard.src.layout.shape()),
-                        found: f.to_vec(),
-                        expected: e.to_vec(),
-                    });
-                }
-            });
-            if wrong.is_some() {
-                return wrong;
-            }
-        }
-    }
-    None
-}
-
-fn whole(held: &HeldBox, layout: &Layout, memory: &Arc<Memory>) -> Place {
-    let view = View::of_box(held.base, &held.region, &held.region, layout.dtype().bytes());
-    Place { memory: memory.clone(), view: view.expect("a box contains itself") }
-}
-
-fn contribution(placed: &Placed, rank: Rank) -> u64 {
-    let position = placed.ranks.iter().position(|r| *r == rank).unwrap_or(0);
-    placed.layout.contribution_at(&placed.layout.mesh().coord(position)) as u64
+pub fn check_destinations(buffers: &RankBuffers) -> Option<Wrong> {
+    let mut goals = patterned(buffers, |holds| holds == Holds::Goal);
+    goals.find_map(|(pattern, tile)| {
+        pattern.check(&buffers.program().whole().boxes[tile.region], &buffers.whole(tile))
+    })
 }
 
 /// Calls with every row of a box, long ones in pieces: the first global index, the length, and the place in the box, in
@@ -147,8 +168,8 @@ fn coordinates(mut index: u64, shape: &[u64]) -> Vec<u64> {
 
 /// A tensor's values.
 struct Values<'a> {
-    tensor: u64,
-    layout: &'a Layout,
+    number: u64,
+    tensor: &'a Tensor,
 }
 
 /// An element's bytes, little-endian.
@@ -179,7 +200,7 @@ impl std::ops::Deref for ElementBytes {
 impl Values<'_> {
     /// What the holder of this part of the sum has; whole values have one part.
     fn part(&self, index: u64, part: u64) -> Bits {
-        match self.layout.partial() {
+        match self.tensor.partial {
             Some(_) => self.number(self.summand(index, part)),
             None => self.hash(index),
         }
@@ -187,10 +208,10 @@ impl Values<'_> {
 
     /// What a destination has.
     fn whole(&self, index: u64) -> Bits {
-        let Some(partial) = self.layout.partial() else { return self.hash(index) };
-        let parts = (0..self.layout.num_contributions() as u64).map(|part| self.summand(index, part));
+        let Some(partial) = self.tensor.partial else { return self.hash(index) };
+        let parts = (0..u64::from(self.parts())).map(|part| self.summand(index, part));
         let combined = match partial.op {
-            ReduceOp::Sum if self.layout.dtype() == DType::Bool => parts.max(),
+            ReduceOp::Sum if self.tensor.dtype == DType::Bool => parts.max(),
             ReduceOp::Sum => Some(parts.sum()),
             ReduceOp::Max => parts.max(),
             ReduceOp::Min => parts.min(),
@@ -198,31 +219,39 @@ impl Values<'_> {
         self.number(combined.unwrap_or(0))
     }
 
+    fn parts(&self) -> u32 {
+        self.tensor.partial.map_or(1, |p| p.count)
+    }
+
     fn hash(&self, index: u64) -> Bits {
-        let width = self.layout.dtype().bytes() as usize;
-        Bits { bits: mix(index ^ (self.tensor << 44)) >> (64 - 8 * width), width }
+        let width = self.tensor.dtype.bytes() as usize;
+        Bits { bits: mix(index ^ (self.number << 44)) >> (64 - 8 * width), width }
     }
 
     /// A whole number, so small that all parts together are exact.
     fn summand(&self, index: u64, part: u64) -> u64 {
-        let limit = match self.layout.dtype() {
+        let limit = match self.tensor.dtype {
             DType::Bool => 2,
-            DType::F8E4M3 | DType::F8E5M2 | DType::I8 | DType::U8 => 120,
+            DType::F8E4M3 => 16,
+            DType::F8E5M2 => 8,
+            DType::I8 | DType::U8 => 120,
             DType::Bf16 => 256,
             DType::F16 => 2048,
             _ => 1 << 20,
         };
-        let each = (limit / self.layout.num_contributions() as u64).max(2);
-        if part >= limit { 0 } else { (mix(index ^ (self.tensor << 44) ^ (part << 56)) >> 40) % each }
+        let each = (limit / u64::from(self.parts())).max(2);
+        if part >= limit { 0 } else { (mix(index ^ (self.number << 44) ^ (part << 56)) >> 40) % each }
     }
 
     fn number(&self, value: u64) -> Bits {
-        let dtype = self.layout.dtype();
+        let dtype = self.tensor.dtype;
         let bits = match dtype {
             DType::F64 => (value as f64).to_bits(),
             DType::F32 => u64::from((value as f32).to_bits()),
             DType::Bf16 => u64::from(bf16::from_f32(value as f32).to_bits()),
             DType::F16 => u64::from(f16::from_f32(value as f32).to_bits()),
+            DType::F8E4M3 => u64::from(F8E4M3::from_f32(value as f32).0),
+            DType::F8E5M2 => u64::from(F8E5M2::from_f32(value as f32).0),
             _ => value,
         };
         Bits { bits, width: dtype.bytes() as usize }

@@ -1,47 +1,36 @@
 //! One rank's part of a training step: passes on its device, crossings over its links, run after run.
 //!
-//! Every crossing has a few buffers, used in turn, each with its own shards ([`StepBuffers`]); where a stage's memory is kept for it, it is sent
-//! back from where it arrived. A trainer's passes read and
-//! write them. Where nothing is computed, they are filled with the pattern that [`crate::pattern`] knows, so that after
+//! Every crossing has a few buffers, used in turn ([`StepBuffers`]); where a stage's memory is kept for it, it is sent back from
+//! where it arrived. A trainer's passes read and write them. Where nothing is computed, they are filled with the pattern that [`crate::pattern`] knows, so that after
 //! a run every element that crossed last can be looked at.
 
-use std::io;
-use std::sync::Arc;
+#![allow(unsafe_code)]
 
 use crossmesh_core::id::{MicrobatchId, Rank};
-use crossmesh_core::program::{Op, OpKind};
-use crossmesh_core::reshard::Plan;
-use crossmesh_core::step::{Carries, Direction, Step, StepProgram};
-use rustc_hash::FxHashMap;
+use crossmesh_core::program::{Holds, Role, Tile};
+use crossmesh_core::step::{Carries, Direction, Instance, Step, StepProgram};
+use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::buffer::{OpPlaces, RankBuffers, Sharing};
+use crate::buffer::{RankBuffers, Sharing};
 use crate::clock::Monotonic;
 use crate::collectives::Element;
 use crate::device::Device;
-use crate::engine::{Engine, JobSpec, Tensor};
+use crate::engine::{Engine, JobSpec};
 use crate::error::CommError;
 use crate::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
-use crate::memory::{Memory, Place};
-use crate::pattern;
+use crate::memory::Place;
+use crate::pattern::{self, Patterned};
 use crate::transport::Link;
-use crate::view::View;
-
-/// A crossing in one direction, on one rank.
-struct Lane {
-    buffers: Vec<RankBuffers>,
-}
 
 /// The memory of all crossings on one rank. Between the compute op that makes a tensor and those that need it, the program
 /// says who may touch it: a pass under way writes what it makes and reads what it needs, and the engine has the rest.
 pub struct StepBuffers {
     rank: Rank,
-    /// By crossing, forwards and backwards.
-    lanes: Vec<[Lane; 2]>,
-    /// Of every op of the rank.
-    places: Vec<OpPlaces>,
-    tensors: Vec<Tensor>,
-    /// Which buffer a microbatch uses.
-    turns: FxHashMap<(usize, Direction, MicrobatchId), usize>,
+    buffers: RankBuffers,
+    /// By tensor of the program.
+    names: Vec<String>,
+    /// What crosses here: its first tensor, and its tiles on this rank.
+    crossings: FxHashMap<(usize, Direction, MicrobatchId), (u32, std::ops::Range<u32>)>,
 }
 
 /// A tensor of a crossing, for one microbatch.
@@ -61,125 +50,130 @@ impl StepBuffers {
         rank: Rank,
         sharing: Sharing,
     ) -> Result<Self, CommError> {
-        let system =
-            |e: io::Error| CommError::System { me: rank, what: "lay out a step", cause: e.to_string() };
-        let mut lanes = vec![];
-        let mut planned = vec![];
-        for crossing in 0..step.crossings.len() {
-            let (forward, there) = lane(step, lowered, rank, sharing, (crossing, Direction::Forward), None)?;
-            let kept = step.keeps(crossing, rank).then_some(&forward);
-            let (backward, back) = lane(step, lowered, rank, sharing, (crossing, Direction::Backward), kept)?;
-            lanes.push([forward, backward]);
-            planned.push([there, back]);
-        }
-        let places = places(step, lowered, rank, &planned).map_err(system)?;
-        let turns = lowered.instances.iter().map(|i| {
-            let buffer = lowered.buffer_on(step, i, rank) as usize;
-            ((i.crossing as usize, i.direction, i.microbatch), buffer)
-        });
-        Ok(Self { rank, lanes, places, tensors: tensors(step, lowered), turns: turns.collect() })
+        let buffers = RankBuffers::allocate(lowered.program.rank(rank), sharing);
+        let buffers = buffers.map_err(|e| CommError::System {
+            me: rank,
+            what: "allocate the buffers of its crossings",
+            cause: e.to_string(),
+        })?;
+        let here = |i: &Instance| {
+            let (_, tiles) = i.tiles.iter().find(|(r, _)| *r == rank)?;
+            Some(((i.crossing as usize, i.direction, i.microbatch), (i.first_tensor, tiles.clone())))
+        };
+        let crossings = lowered.instances.iter().filter_map(here).collect();
+        Ok(Self { rank, buffers, names: names(step, lowered), crossings })
     }
 
     /// The rank's part of the step, ready to start.
-    pub fn job(&self, id: u32, lowered: &StepProgram) -> Result<JobSpec, CommError> {
-        JobSpec::of_step(id, &lowered.program, self.rank, self.places.clone(), self.tensors.clone())
+    pub fn job(&self, id: u32) -> Result<JobSpec, CommError> {
+        let mut spec = JobSpec::new(id, &self.buffers)?;
+        for (tensor, name) in spec.tensors.iter_mut().zip(&self.names) {
+            tensor.name.clone_from(name);
+        }
+        Ok(spec)
     }
 
-    /// Writes this rank's shard of what crosses. For the pass that makes it.
-    pub fn write<T: Element>(&self, slot: Slot, shard: &[T]) {
-        self.buffers(slot).write_source(slot.tensor, shard);
+    /// Writes this rank's shard of what crosses.
+    ///
+    /// # Safety
+    /// For the pass that makes it, while it is under way: the program has the engine keep away meanwhile.
+    pub unsafe fn write<T: Element>(&self, slot: Slot, shard: &[T]) {
+        let made = self.tiles(slot).filter(|tile| is_made(tile));
+        // SAFETY: the caller says so.
+        unsafe { self.buffers.write_tiles_of_pass(made, shard) }
     }
 
-    /// Reads this rank's shard of what crossed. For the passes that need it.
-    pub fn read<T: Element>(&self, slot: Slot, shard: &mut [T]) {
-        self.buffers(slot).read_destination(slot.tensor, shard);
+    /// Reads this rank's shard of what crossed.
+    ///
+    /// # Safety
+    /// For a pass that needs it, while it is under way: the program has the engine keep away meanwhile.
+    pub unsafe fn read<T: Element>(&self, slot: Slot, shard: &mut [T]) {
+        let needed = self.tiles(slot).filter(|tile| self.is_needed(tile));
+        // SAFETY: the caller says so.
+        unsafe { self.buffers.read_tiles_of_pass(needed, shard) }
     }
 
     /// What all crossings hold together.
     pub fn bytes(&self) -> u64 {
-        self.lanes.iter().flatten().flat_map(|lane| &lane.buffers).map(|b| b.memory.len()).sum()
+        self.buffers.bytes()
     }
 
-    fn buffers(&self, slot: Slot) -> &RankBuffers {
-        let turn = self.turns[&(slot.crossing, slot.direction, slot.microbatch)];
-        &self.lanes[slot.crossing][slot.direction as usize].buffers[turn]
+    fn tiles(&self, slot: Slot) -> impl Iterator<Item = &Tile> {
+        // A rank whose shard is empty has no part in it.
+        let here = self.crossings.get(&(slot.crossing, slot.direction, slot.microbatch));
+        let (first, tiles) = here.cloned().unwrap_or((0, 0..0));
+        let of_tensor = move |tile: &&Tile| tile.tensor == first + slot.tensor as u32;
+        self.buffers.program().tiles[tiles.start as usize..tiles.end as usize].iter().filter(of_tensor)
     }
 
-    /// Every buffer, with the plan whose tensors it holds.
-    fn all<'a>(&'a self, step: &'a Step) -> impl Iterator<Item = (&'a Plan, &'a RankBuffers)> {
-        let plans = step.crossings.iter().flat_map(|c| [&c.forward, &c.backward]);
-        let lanes = self.lanes.iter().flatten().zip(plans);
-        lanes.flat_map(|(lane, plan)| lane.buffers.iter().map(move |b| (plan, b)))
+    /// Whether what crossed arrives here, or, where it is kept, is here.
+    fn is_needed(&self, tile: &Tile) -> bool {
+        self.buffers.program().buffers[tile.buffer as usize].role == Role::Crossing && !is_made(tile)
     }
-}
 
-/// A crossing's buffers, and for each the places of the ops of its plan. What is `kept` leaves from where it is.
-fn lane(
-    step: &Step,
-    lowered: &StepProgram,
-    rank: Rank,
-    sharing: Sharing,
-    (crossing, direction): (usize, Direction),
-    kept: Option<&Lane>,
-) -> Result<(Lane, Vec<Vec<OpPlaces>>), CommError> {
-    let plan = step.crossings[crossing].plan(direction);
-    let program = &lowered.lowered[crossing][direction as usize];
-    let (mut lane, mut planned) = (Lane { buffers: vec![] }, vec![]);
-    let ranked = &program.ranks[rank.index()];
-    for buffer in 0..lowered.buffers_on(step, crossing, direction, rank) as usize {
-        let allocated = match kept {
-            Some(kept) => RankBuffers::sending_on(&kept.buffers[buffer], plan, ranked, rank, sharing),
-            None => RankBuffers::allocate(plan, ranked, rank, sharing),
-        };
-        let buffers = allocated.map_err(|e| CommError::System {
-            me: rank,
-            what: "allocate the buffers of a crossing",
-            cause: e.to_string(),
-        })?;
-        let places = buffers.places(plan, program, rank);
-        planned.push(places.map_err(|(op, why)| CommError::BadProgram { me: rank, op, why })?);
-        lane.buffers.push(buffers);
+    /// Every tile of a crossing, once for all that use the same memory, with the pattern of what it holds.
+    fn all(&self) -> Vec<(Patterned<'_>, &Tile)> {
+        let mut seen = FxHashSet::default();
+        let mut keys: Vec<_> = self.crossings.keys().copied().collect();
+        keys.sort_unstable();
+        let mut all = vec![];
+        for key in keys {
+            let (first, tiles) = &self.crossings[&key];
+            for tile in &self.buffers.program().tiles[tiles.start as usize..tiles.end as usize] {
+                let role = self.buffers.program().buffers[tile.buffer as usize].role;
+                if role == Role::Crossing && seen.insert((tile.buffer, tile.offset)) {
+                    let tensor = &self.buffers.program().whole().tensors[tile.tensor as usize];
+                    all.push((Patterned { number: (tile.tensor - first) as usize, tensor }, tile));
+                }
+            }
+        }
+        all
     }
-    Ok((lane, planned))
-}
 
-/// The places of all ops of the rank: those of the plans, by buffer; words of no bytes are nowhere.
-fn places(
-    step: &Step,
-    lowered: &StepProgram,
-    rank: Rank,
-    planned: &[[Vec<Vec<OpPlaces>>; 2]],
-) -> io::Result<Vec<OpPlaces>> {
-    let ops = &lowered.program.ranks[rank.index()].ops;
-    let nothing = Place { memory: Arc::new(Memory::private(0)?), view: View::empty() };
-    let of = |op: &Op| match op.kind {
-        OpKind::Send { .. } => OpPlaces { from: Some(nothing.clone()), into: None },
-        OpKind::Recv { .. } => OpPlaces { from: None, into: Some(nothing.clone()) },
-        OpKind::Copy { .. } | OpKind::Compute { .. } => OpPlaces { from: None, into: None },
-    };
-    let mut places: Vec<OpPlaces> = ops.iter().map(of).collect();
-    for instance in &lowered.instances {
-        let lane = &planned[instance.crossing as usize][instance.direction as usize];
-        for (_, range) in instance.ops.iter().filter(|(r, _)| *r == rank) {
-            let of_plan = &lane[lowered.buffer_on(step, instance, rank) as usize];
-            places[range.start as usize..range.end as usize].clone_from_slice(of_plan);
+    fn place(&self, tile: &Tile) -> Place {
+        self.buffers.whole(tile)
+    }
+
+    fn fill_sources(&self) {
+        for (pattern, tile) in self.all() {
+            if let Holds::Made(part) = tile.holds {
+                let region = &self.buffers.program().whole().boxes[tile.region];
+                pattern.fill(region, part, &self.place(tile));
+            }
         }
     }
-    Ok(places)
+
+    fn poison_destinations(&self) {
+        let all = self.all().into_iter();
+        all.filter(|(_, tile)| !is_made(tile)).for_each(|(_, tile)| pattern::poison(&self.place(tile)));
+    }
+
+    fn first_wrong(&self) -> Option<String> {
+        let mut arrived = self.all().into_iter().filter(|(_, tile)| !is_made(tile));
+        let wrong = arrived.find_map(|(pattern, tile)| {
+            pattern.check(&self.buffers.program().whole().boxes[tile.region], &self.place(tile))
+        });
+        wrong.map(|wrong| wrong.to_string())
+    }
 }
 
-fn tensors(step: &Step, lowered: &StepProgram) -> Vec<Tensor> {
-    let name = |i: &crossmesh_core::step::Instance| {
-        let crossing = &step.crossings[i.crossing as usize];
-        let what = match (crossing.carries, i.direction) {
-            (_, Direction::Forward) => "",
+fn is_made(tile: &Tile) -> bool {
+    matches!(tile.holds, Holds::Made(_))
+}
+
+/// What the tensors of a step are called in messages.
+fn names(step: &Step, lowered: &StepProgram) -> Vec<String> {
+    let name = |i: &u32| {
+        let instance = &lowered.instances[*i as usize];
+        let crossing = &step.crossings[instance.crossing as usize];
+        let what = match (crossing.carries, instance.direction) {
             (Carries::Tensors, Direction::Backward) => "gradient of ",
-            (Carries::Memory, Direction::Backward) => "evicted ",
+            _ => "",
         };
-        format!("{what}{} of microbatch {}", crossing.name, i.microbatch.0)
+        format!("{what}{} of microbatch {}", crossing.name, instance.microbatch.0)
     };
-    let crossings = lowered.instances.iter().map(name);
-    crossings.chain(["the start of a pass".into()]).map(|name| Tensor { name, combine: None }).collect()
+    let crossings = lowered.instance_of.iter().map(name);
+    crossings.chain(["the start of a pass".into()]).collect()
 }
 
 /// Runs a lowered step on one rank. `links` leads to every rank of [`crate::execute::peers_of`].
@@ -193,26 +187,24 @@ pub fn execute_step(
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, Failure> {
     let buffers = StepBuffers::allocate(step, lowered, rank, options.sharing)?;
-    buffers.all(step).for_each(|(plan, b)| pattern::fill_sources(plan, rank, b));
+    buffers.fill_sources();
     let mut engine = Engine::new(rank, links, Box::new(Monotonic), options.engine.clone())?;
     engine.set_device(device)?;
-    let result = repeat(&mut engine, step, lowered, &buffers, options, barrier);
+    let result = repeat(&mut engine, &buffers, options, barrier);
     engine.close();
     result.map_err(|error| Failure { error, flight: engine.flight_record().cloned().map(Box::new) })
 }
 
 fn repeat(
     engine: &mut Engine,
-    step: &Step,
-    lowered: &StepProgram,
     buffers: &StepBuffers,
     options: &ExecuteOptions,
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, CommError> {
     let mut report = RankReport { verified: options.check, ..RankReport::idle(buffers.rank) };
     for run in 0..options.repeat {
-        buffers.all(step).for_each(|(plan, b)| pattern::poison_destinations(plan, b));
-        let spec = buffers.job(run, lowered)?;
+        buffers.poison_destinations();
+        let spec = buffers.job(run)?;
         barrier(Gate::Start)?;
         let handle = engine.start(spec)?;
         let done = engine.wait(handle)?;
@@ -221,15 +213,10 @@ fn repeat(
             continue;
         }
         barrier(Gate::Look)?;
-        if let Some(wrong) = first_wrong(step, buffers) {
+        if let Some(wrong) = buffers.first_wrong() {
             report.verified = false;
             report.wrong.get_or_insert(wrong);
         }
     }
     Ok(report)
-}
-
-fn first_wrong(step: &Step, buffers: &StepBuffers) -> Option<String> {
-    let mut checks = buffers.all(step).map(|(plan, b)| pattern::check_destinations(plan, b));
-    checks.find_map(|wrong| wrong).map(|wrong| wrong.to_string())
 }

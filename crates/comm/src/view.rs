@@ -43,6 +43,17 @@ impl View {
 
     /// The `region` of what `held` keeps at `base`, row-major, in elements of `element_bytes`.
     pub fn of_box(base: u64, held: &Region, region: &Region, element_bytes: u64) -> Option<Self> {
+        Self::of_tile(base, held, None, region, element_bytes)
+    }
+
+    /// The same where a dim's elements are so many bytes apart; without strides, row-major.
+    pub fn of_tile(
+        base: u64,
+        held: &Region,
+        strides: Option<&[u64]>,
+        region: &Region,
+        element_bytes: u64,
+    ) -> Option<Self> {
         if region.is_empty() {
             return Some(Self::empty());
         }
@@ -50,16 +61,17 @@ impl View {
             return None;
         }
         let mut view = Self { base, run: element_bytes, ..Self::empty() };
-        let mut stride = element_bytes;
+        let mut row_major = element_bytes;
         let mut minor_first = vec![];
-        for (have, want) in held.spans().iter().zip(region.spans()).rev() {
+        for (dim, (have, want)) in held.spans().iter().zip(region.spans()).enumerate().rev() {
+            let stride = strides.map_or(row_major, |strides| strides[dim]);
             view.base += (want.start - have.start) * stride;
             if view.run == stride && minor_first.is_empty() {
                 view.run *= want.len();
             } else if want.len() > 1 {
                 minor_first.push(Outer { count: want.len(), stride });
             }
-            stride *= have.len();
+            row_major *= have.len();
         }
         minor_first.reverse();
         view.outer = (!minor_first.is_empty()).then(|| minor_first.into());

@@ -9,6 +9,8 @@
 //! The header has a checksum of its own, so that nothing of it is believed before it is known to be whole. A payload
 //! is bounded by [`MAX_PAYLOAD`]; decoding never allocates.
 
+use crate::checksum;
+
 /// `XMSH`, little-endian.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"XMSH");
 pub const VERSION: u8 = 1;
@@ -54,6 +56,11 @@ impl Kind {
     ];
 }
 
+/// The most that a frame of words lists, and says.
+pub const MAX_TAGS_PER_FRAME: usize = 4096;
+pub const MAX_REASON_BYTES: usize = 4096;
+const MAX_OFFER_BYTES: usize = 4096;
+
 /// No rank, where a frame could name one.
 pub const NOBODY: u32 = u32::MAX;
 
@@ -97,7 +104,7 @@ impl Header {
     /// A frame with this payload.
     pub fn of(kind: Kind, job: u32, tag: u32, offset: u64, payload: &[u8]) -> Self {
         let len = u32::try_from(payload.len()).expect("payloads are bounded");
-        Self { kind, job, tag, offset, len, payload_crc: crc32c::crc32c(payload) }
+        Self { kind, job, tag, offset, len, payload_crc: checksum::crc32c(payload) }
     }
 
     /// That the frame has no place here, and why.
@@ -115,7 +122,7 @@ impl Header {
         bytes[16..24].copy_from_slice(&self.offset.to_le_bytes());
         bytes[24..28].copy_from_slice(&self.len.to_le_bytes());
         bytes[28..32].copy_from_slice(&self.payload_crc.to_le_bytes());
-        let crc = crc32c::crc32c(&bytes[..32]);
+        let crc = checksum::crc32c(&bytes[..32]);
         bytes[32..36].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
@@ -128,7 +135,7 @@ impl Header {
         if bytes[4] != VERSION {
             return Err(WireError::Version(bytes[4]));
         }
-        let found = crc32c::crc32c(&bytes[..32]);
+        let found = checksum::crc32c(&bytes[..32]);
         if found != word(32) {
             return Err(WireError::Checksum { part: "header", found, sent: word(32) });
         }
@@ -139,6 +146,26 @@ impl Header {
         }
         let offset = u64::from_le_bytes(bytes[16..24].try_into().expect("eight bytes"));
         Ok(Self { kind, job: word(8), tag: word(12), offset, len, payload_crc: word(28) })
+    }
+
+    /// That the fields which say nothing for this kind are zero, and that its payload is no longer than such payloads are.
+    pub fn check_fields(&self) -> Result<(), WireError> {
+        let (longest, has_job, has_tag, has_offset) = match self.kind {
+            Kind::Hello => (0, true, true, false),
+            Kind::Data => (MAX_PAYLOAD as usize, true, true, true),
+            Kind::Ready => (4 * MAX_TAGS_PER_FRAME, true, false, false),
+            Kind::Offer => (MAX_OFFER_BYTES, true, true, true),
+            Kind::Taken => (0, true, true, true),
+            Kind::Beat | Kind::Segment => (0, false, true, false),
+            Kind::Abort => (MAX_REASON_BYTES, false, true, false),
+            Kind::Bye => (0, false, false, false),
+        };
+        if self.len as usize > longest {
+            return Err(self.unexpected("its payload is longer than such frames are"));
+        }
+        let stray =
+            (!has_job && self.job != 0) || (!has_tag && self.tag != 0) || (!has_offset && self.offset != 0);
+        if stray { Err(self.unexpected("a field that says nothing is not zero")) } else { Ok(()) }
     }
 
     pub fn check_payload(&self, found: u32) -> Result<(), WireError> {

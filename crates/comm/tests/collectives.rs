@@ -13,7 +13,9 @@ use crossmesh_comm::pattern;
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::collective::{Algorithm, CollectiveOptions, Counts};
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::{Strategy, lower};
+use crossmesh_core::reshard::Strategy;
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::verify::Verified;
 use crossmesh_testkit::seed::Seed;
 use half::{bf16, f16};
 
@@ -370,11 +372,11 @@ fn calls_of_several_groups_are_under_way_at_once() {
                 [vec![0, 1, 2, 3], vec![me.0 / 2 * 2, me.0 / 2 * 2 + 1], vec![me.0 % 2, me.0 % 2 + 2]];
             let groups = groups.map(|g| g.into_iter().map(Rank).collect::<Vec<_>>());
             let ids = [comm.group(&groups[0])?, comm.group(&groups[1])?, comm.group(&groups[2])?];
-            let program = lower(&reshard);
-            let buffers = RankBuffers::allocate(&reshard, &program.ranks[me.index()], me, sharing).unwrap();
-            pattern::fill_sources(&reshard, me, &buffers);
-            pattern::poison_destinations(&reshard, &buffers);
-            let job = JobSpec::new(7, &reshard, &program, me, &buffers).unwrap();
+            let program = Verified::plan(&reshard, Addressing::Apart).unwrap();
+            let buffers = RankBuffers::allocate(program.rank(me), sharing).unwrap();
+            pattern::fill_sources(&buffers);
+            pattern::poison_destinations(&buffers);
+            let job = JobSpec::new(7, &buffers).unwrap();
             let moving = comm.engine().start(job).unwrap();
             let mut pending = vec![];
             for turn in 0..12 {
@@ -391,7 +393,7 @@ fn calls_of_several_groups_are_under_way_at_once() {
                 assert_eq!(*sum, expected::<f32>(call, &groups[g], len, Reduction::Sum), "{kind:?} {me} {g}");
             }
             comm.engine().wait(moving).unwrap();
-            assert_eq!(pattern::check_destinations(&reshard, &buffers), None, "{kind:?} {me}");
+            assert_eq!(pattern::check_destinations(&buffers), None, "{kind:?} {me}");
             Ok(())
         });
     }

@@ -80,7 +80,9 @@ mod stops {
     use crossmesh_comm::rendezvous::{Abort, Fault, Meeting, RendezvousError};
     use crossmesh_comm::transport::mpi::OverMpi;
     use crossmesh_core::id::Rank;
-    use crossmesh_core::reshard::{Scheduler, Strategy, lower};
+    use crossmesh_core::reshard::lower::Addressing;
+    use crossmesh_core::reshard::{Scheduler, Strategy};
+    use crossmesh_core::verify::Verified;
     use rustix::process::{Signal, getpid, kill_process};
 
     use super::common::over_mpi::soon;
@@ -114,7 +116,8 @@ mod stops {
         );
         let mut meeting = OverMpi::meet(soon()).unwrap();
         let me = meeting.rank();
-        let peers = peers_of(&lower(&plan), me).into_iter().collect();
+        let program = Verified::plan(&plan, Addressing::Apart).unwrap();
+        let peers = peers_of(&program, me).into_iter().collect();
         let links = meeting.connect(&peers, soon()).unwrap();
         let engine =
             EngineOptions { deadline_ms: 1000, hosts: meeting.hosts().to_vec(), ..Default::default() };
@@ -133,7 +136,7 @@ mod stops {
             }
             Ok(())
         };
-        let failure = execute(&plan, me, links, &options, &mut barrier).unwrap_err();
+        let failure = execute(program.rank(me), links, &options, &mut barrier).unwrap_err();
         let text = match &failure.error {
             CommError::Aborted { reason, .. } => reason.clone(),
             other => other.to_string(),

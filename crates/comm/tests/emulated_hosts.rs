@@ -6,6 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crossmesh_comm::emulate::{Emulation, NicRate, remove_stale};
+use crossmesh_comm::transport::tcp::tune;
 use crossmesh_testkit::machine::{inside, namespaces_of, needs_root};
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -79,6 +80,30 @@ fn a_cut_cable_carries_nothing_until_it_is_healed() {
     let mut heard = [0; 5];
     b.read_exact(&mut heard).unwrap();
     assert_eq!(&heard, b"hello");
+}
+
+/// Left alone, a connection tries again after twice as long each time: after a cut of six seconds it would be silent for
+/// another four. Only a kernel that knows the option can do better, from 6.15 on.
+#[test]
+#[expect(clippy::disallowed_methods, reason = "a test of real time")]
+fn a_connection_goes_on_soon_after_its_cable_is_back() {
+    needs_root();
+    let emulation = Emulation::up(&[rate(400.0), rate(400.0)]).unwrap();
+    let (mut a, mut b) = joined(&emulation);
+    [&a, &b].into_iter().for_each(|socket| tune(socket).unwrap());
+    exchange(&a, &b, 100_000);
+    emulation.cut(1).unwrap();
+    a.write_all(b"hello").unwrap();
+    std::thread::sleep(Duration::from_secs(6));
+    emulation.heal(1).unwrap();
+    let healed = Instant::now();
+    b.read_exact(&mut [0; 5]).unwrap();
+    let silent = healed.elapsed().as_secs_f64();
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse::<u32>().unwrap_or(0));
+    if (numbers.next(), numbers.next()) >= (Some(6), Some(15)) {
+        assert!(silent < 2.0, "{silent:.1} s after the cable was back");
+    }
 }
 
 #[test]

@@ -16,8 +16,9 @@ use crossmesh_comm::pattern;
 use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_comm::wire::{Header, Kind as FrameKind};
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::Program;
-use crossmesh_core::reshard::{Plan, Scheduler, Strategy, lower};
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::{Plan, Scheduler, Strategy};
+use crossmesh_core::verify::Verified;
 
 /// r0 -> r1 -> r2 -> r3, each following the one before.
 fn chain(bytes: u64) -> Plan {
@@ -31,10 +32,10 @@ fn engine(rank: Rank, links: Links, deadline_ms: u64) -> Engine {
         .unwrap()
 }
 
-fn job(plan: &Plan, program: &Program, rank: Rank) -> JobSpec {
-    let buffers = RankBuffers::allocate(plan, &program.ranks[rank.index()], rank, Sharing::Host).unwrap();
-    pattern::fill_sources(plan, rank, &buffers);
-    JobSpec::new(0, plan, program, rank, &buffers).unwrap()
+fn job(program: &Verified, rank: Rank) -> JobSpec {
+    let buffers = RankBuffers::allocate(program.rank(rank), Sharing::Host).unwrap();
+    pattern::fill_sources(&buffers);
+    JobSpec::new(0, &buffers).unwrap()
 }
 
 /// By rank: its error, if it has one, and how long it took.
@@ -52,7 +53,7 @@ enum Fault {
 /// What every other rank says, and how long after the fault.
 fn outcome(kind: Kind, culprit: Rank, fault: Fault, deadline_ms: u64) -> Outcome {
     let plan = chain(32 << 20);
-    let program = lower(&plan);
+    let program = Verified::plan(&plan, Addressing::Apart).unwrap();
     let links = links_of(&plan, kind);
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
     std::thread::scope(|scope| {
@@ -60,7 +61,7 @@ fn outcome(kind: Kind, culprit: Rank, fault: Fault, deadline_ms: u64) -> Outcome
         let mut others = vec![];
         for (rank, links) in (0..).map(Rank).zip(links) {
             let mut engine = engine(rank, links, deadline_ms);
-            let spec = job(&plan, &program, rank);
+            let spec = job(&program, rank);
             if rank == culprit {
                 let stopped = stopped.take().expect("one culprit");
                 scope.spawn(move || {
@@ -162,12 +163,12 @@ fn silence_is_named_by_everybody_shm() {
 /// r0 sends to r1, whose place is taken by what the test writes.
 fn talk_to(bytes: &[u8]) -> CommError {
     let plan = planned(&[("u8[1000000]@A{x:1}(_)", "u8[1000000]@B{x:1}(_)")], Strategy::SendRecv, None);
-    let program = lower(&plan);
+    let program = Verified::plan(&plan, Addressing::Apart).unwrap();
     let (mine, mut theirs) = tcp_pair();
     theirs.write_all(bytes).unwrap();
     let link = StreamLink::tcp(Rank(0), Rank(1), mine).unwrap();
     let mut engine = engine(Rank(0), vec![(Rank(1), Box::new(link))], 500);
-    let handle = engine.start(job(&plan, &program, Rank(0))).unwrap();
+    let handle = engine.start(job(&program, Rank(0))).unwrap();
     engine.wait(handle).unwrap_err()
 }
 

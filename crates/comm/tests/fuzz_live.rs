@@ -25,8 +25,10 @@ use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_comm::wire::{HEADER_BYTES, Header, Kind};
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::{OpKind, Program};
-use crossmesh_core::reshard::{Plan, Strategy, lower};
+use crossmesh_core::program::OpKind;
+use crossmesh_core::reshard::Strategy;
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::verify::Verified;
 use crossmesh_testkit::seed::Seed;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
@@ -56,10 +58,11 @@ impl Fast {
 
 /// What the rank is there for: tensors both ways, whole and in strips, one to be added to, small and large.
 struct Work {
-    plan: Plan,
-    program: Program,
+    program: Verified,
     /// What the rank waits for: tag, bytes, and whether it is added to what is there.
     expected: Vec<(u32, u64, bool)>,
+    /// The tags of what it sends.
+    sends: Vec<u32>,
 }
 
 impl Work {
@@ -72,22 +75,24 @@ impl Work {
             ("u8[0]@B{x:1}=1(_)", "u8[0]@A{x:1}=0(_)"),
         ];
         let plan = planned(&pairs, Strategy::Flow, None);
-        let program = lower(&plan);
+        let program = Verified::plan(&plan, Addressing::Apart).unwrap();
         let ops = &program.ranks[0].ops;
         let recv = |op: &crossmesh_core::program::Op| match op.kind {
             OpKind::Recv { tag, reduce, .. } => Some((tag, op.bytes, reduce)),
             _ => None,
         };
         let expected: Vec<_> = ops.iter().filter_map(recv).collect();
-        let sends = ops.iter().filter(|op| matches!(op.kind, OpKind::Send { .. })).count() as u32;
-        assert!(expected.len() >= 3 && sends >= 1);
-        Self { plan, program, expected }
+        let send = |op: &crossmesh_core::program::Op| match op.kind {
+            OpKind::Send { tag, .. } => Some(tag),
+            _ => None,
+        };
+        let sends: Vec<u32> = ops.iter().filter_map(send).collect();
+        assert!(expected.len() >= 3 && !sends.is_empty());
+        Self { program, expected, sends }
     }
 
     fn spec(&self) -> JobSpec {
-        let ops = &self.program.ranks[0];
-        let buffers = RankBuffers::allocate(&self.plan, ops, ME, Sharing::Private).unwrap();
-        JobSpec::new(0, &self.plan, &self.program, ME, &buffers).unwrap()
+        JobSpec::new(0, &RankBuffers::allocate(self.program.rank(ME), Sharing::Private).unwrap()).unwrap()
     }
 }
 
@@ -101,6 +106,8 @@ struct Session<'a> {
     work: &'a Work,
     /// By expected message: how much of it was sent.
     sent: Vec<u64>,
+    /// How many of the rank's messages were announced.
+    announced: usize,
     segments: u32,
 }
 
@@ -118,7 +125,16 @@ impl<'a> Session<'a> {
         let options = EngineOptions { deadline_ms: 2000, ..Default::default() };
         let mut engine = Engine::new(ME, vec![(PEER, link)], Box::new(clock.clone()), options).unwrap();
         let handle = engine.start(work.spec()).unwrap();
-        Self { engine, handle, clock, peer, work, sent: vec![0; work.expected.len()], segments: 0 }
+        Self {
+            engine,
+            handle,
+            clock,
+            peer,
+            work,
+            sent: vec![0; work.expected.len()],
+            announced: 0,
+            segments: 0,
+        }
     }
 
     /// A frame that a rank could send now.
@@ -130,9 +146,17 @@ impl<'a> Session<'a> {
         match seed.below(if open.is_empty() { 2 } else { 8 }) {
             0 => (Header::bare(Kind::Beat, 0, [0, 1, u32::MAX][seed.below(3)]), vec![]),
             1 => {
-                let tags: Vec<u8> =
-                    (0..seed.below(4)).flat_map(|_| (seed.below(8) as u32).to_le_bytes()).collect();
-                (Header::of(Kind::Ready, seed.below(3) as u32, 0, 0, &tags), tags)
+                // Of this job the next message, if there is one; of jobs to come, anything.
+                let job = seed.below(3) as u32;
+                let next = self.work.sends.get(self.announced).filter(|_| job == 0);
+                self.announced += usize::from(next.is_some());
+                let early = |_| seed.below(8) as u32;
+                let tags: Vec<u32> = match job {
+                    0 => next.copied().into_iter().collect(),
+                    _ => (0..3).map(early).collect(),
+                };
+                let tags: Vec<u8> = tags.into_iter().flat_map(u32::to_le_bytes).collect();
+                (Header::of(Kind::Ready, job, 0, 0, &tags), tags)
             }
             _ => {
                 let left = bytes - self.sent[which];

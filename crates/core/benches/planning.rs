@@ -6,7 +6,7 @@
 use std::fmt;
 
 use crossmesh_core::layout::Layout;
-use crossmesh_core::reshard::problem::Hosts;
+use crossmesh_core::reshard::problem::{Assumed, Hosts};
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Reshard, lower, lower_bound, plan};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::verify::verify;
@@ -28,9 +28,12 @@ enum Case {
     Devices,
     /// 1,000 tensors, 256 devices to 128, planned together.
     Tensors,
+    /// From FSDP over 4,096 devices to 512 replicas of 8-way tensor parallelism: 16.8 million transfers. Planned only.
+    Fsdp,
 }
 
 const CASES: [Case; 4] = [Case::Chunks, Case::Crossing, Case::Devices, Case::Tensors];
+const PLANNED: [Case; 5] = [Case::Chunks, Case::Crossing, Case::Devices, Case::Tensors, Case::Fsdp];
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -39,6 +42,7 @@ impl fmt::Display for Case {
             Case::Crossing => "1024 chunks x 1024 chunks, crossing",
             Case::Devices => "4096 devices to 4096",
             Case::Tensors => "1000 tensors, 256 to 128",
+            Case::Fsdp => "fsdp 4096 to dp 512 x tp 8",
         })
     }
 }
@@ -80,10 +84,19 @@ impl Case {
                 let dst = |i| format!("{}@B{{r:{},tp:8}}(tp,_)", shape(i), h / 2);
                 (0..tensors).map(|i| (src(i), dst(i))).collect()
             }
+            Case::Fsdp => {
+                let n = hosts(512, 4);
+                let shape = "bf16[16384,16384]";
+                vec![(
+                    format!("{shape}@T{{fsdp:{}}}(fsdp,_)", 8 * n),
+                    format!("{shape}@I{{dp:{n},tp:8}}(_,tp)"),
+                )]
+            }
         };
         let parse = |s: &String| s.parse().expect("the notation is right");
         let pairs = pairs.iter().map(|(src, dst)| (String::new(), parse(src), parse(dst))).collect();
-        Problem::new(pairs, Hosts::default()).expect("it can be planned")
+        let per_host = Assumed { devices_per_host: Some(8), ..Assumed::default() };
+        Problem::new(pairs, Hosts::Assumed(per_host)).expect("it can be planned")
     }
 
     /// Counted from the layouts, where no device has anything yet: each gets its shard once, in as many boxes as there
@@ -97,11 +110,12 @@ impl Case {
             (Case::Devices, false) => 64 * 8,
             (Case::Tensors, true) => 1000 * 128 * 32,
             (Case::Tensors, false) => 14 * 16 * 4,
+            (Case::Fsdp, true) => 4096 * 512 * 8,
+            (Case::Fsdp, false) => 32 * 4 * 8,
         };
         let bytes_of = |tensor: &Reshard| {
             let layout = &tensor.dst.layout;
-            let tiles: usize = (0..layout.shape().len()).map(|dim| layout.num_parts(dim)).product();
-            layout.bytes() * (layout.mesh().len() / tiles) as u64
+            u64::try_from(layout.bytes_on_devices()).expect("cases fit")
         };
         Checksum { transfers, bytes: problem.reshards.iter().map(bytes_of).sum() }
     }
@@ -113,7 +127,7 @@ impl Case {
 
 /// How many pairs of a source and a destination part of dim 0 have elements in common.
 fn meetings(tensor: &Reshard) -> usize {
-    let parts = |layout: &Layout| layout.part_spans(0).concat();
+    let parts = |layout: &Layout| layout.by_axes().expect("cases are split by axes").part_spans(0).concat();
     let (src, dst) = (parts(&tensor.src.layout), parts(&tensor.dst.layout));
     src.iter().map(|s| dst.iter().filter(|d| s.intersect(**d).is_some()).count()).sum()
 }
@@ -124,7 +138,7 @@ fn is_full() -> bool {
     has("--bench") && !has("--test")
 }
 
-#[divan::bench(name = "plan", args = CASES, sample_count = 5, sample_size = 1)]
+#[divan::bench(name = "plan", args = PLANNED, sample_count = 5, sample_size = 1)]
 fn bench_plan(bencher: Bencher, case: &Case) {
     let problem = case.problem();
     let checksum = case.checksum(&problem);

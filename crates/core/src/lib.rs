@@ -4,6 +4,7 @@
 //! [`program::Program`], which is verified, simulated, and elsewhere run. Nothing in this crate opens a socket or a
 //! file, reads a clock, starts a thread or keeps global state.
 
+pub mod box_index;
 pub mod cluster;
 pub mod collective;
 pub mod dtype;
@@ -17,6 +18,7 @@ pub mod schedule;
 pub mod sim;
 pub mod stall;
 pub mod step;
+mod topological;
 pub mod trace;
 pub mod units;
 pub mod verify;

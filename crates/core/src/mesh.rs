@@ -74,6 +74,11 @@ impl Mesh {
         coord
     }
 
+    /// The position, in row-major order, of the device at `coord`.
+    pub fn position(&self, coord: &[u32]) -> usize {
+        self.axes.iter().zip(coord).fold(0, |at, (axis, &c)| at * axis.len as usize + c as usize)
+    }
+
     pub fn axis_index(&self, name: &str) -> Option<usize> {
         self.axes.iter().position(|a| a.name == name)
     }

@@ -65,6 +65,25 @@ fn every_nic_of_a_host_is_used() {
     }
 }
 
+/// What a device wants reaches it through its NIC and over its local link: both are filled.
+#[test]
+fn a_gather_fills_nics_and_local_links_alike() {
+    let cluster = "[[host]]\ncount = 4\ndevices = 8\nnics = 8\nnic = \"100Gbit\"\nlocal = \"100GB/s\"\n";
+    let gap = gap("u8[1073741824]@A{h:4,d:8}(h+d)", "u8[1073741824]@A{h:4,d:8}(_)", cluster);
+    assert!(gap < 1.02, "{gap}");
+}
+
+/// What a rack's host cannot send comes from other racks, as much as the uplinks carry.
+#[test]
+fn a_host_and_other_racks_send_together() {
+    let cluster = "[[host]]\ncount = 6\ndevices = 1\nnic = \"10Gbit\"\n\
+                   [[tier]]\nname = \"rack\"\nhosts_per_group = 3\noversubscription = 4\n";
+    let problem = problem("f32[67108864]@A{h:4}(_)", "f32[67108864]@B{h:2}(h)", cluster);
+    let (plan, gap) = flow(&problem, &PlanOptions::default());
+    assert!(gap < 1.01, "{gap}");
+    assert!(plan.reasons.iter().any(|r| r.contains("in each other's way")), "{:?}", plan.reasons);
+}
+
 /// One device holds everything and one wants it: its own NIC alone would take four times as long.
 #[test]
 fn neighbours_relay_where_their_nics_are_idle() {

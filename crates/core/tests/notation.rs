@@ -29,7 +29,7 @@ proptest! {
         prop_assert_eq!(layout.to_string().parse::<Layout>().unwrap(), layout.clone());
         prop_assert_eq!(layout.dtype(), words.dtype);
         prop_assert_eq!(layout.shape(), &words.shape[..]);
-        for (split, (axes, rule)) in layout.splits().iter().zip(&words.splits) {
+        for (split, (axes, rule)) in layout.by_axes().unwrap().splits().iter().zip(&words.splits) {
             prop_assert_eq!(&split.axes, axes);
             let same = match (&split.rule, rule) {
                 (Rule::Chunk, RuleWords::Chunk) => true,
@@ -66,7 +66,7 @@ proptest! {
                 each_index(layout.shape(), &region, &mut |i| copies[i] += 1);
             }
         }
-        let used: usize = (0..layout.shape().len()).map(|dim| layout.num_parts(dim)).product();
+        let used: usize = (0..layout.shape().len()).map(|dim| layout.by_axes().unwrap().num_parts(dim)).product();
         prop_assert!(copies.iter().all(|&n| n == layout.mesh().len() / used), "{}: {:?}", layout, copies);
     }
 
@@ -269,7 +269,7 @@ hint: dtypes are f64 f32 bf16 f16 f8e4m3 f8e5m2 i64 i32 i8 u8 bool"
 fn text_that_stops_or_goes_on() {
     assert_eq!(
         error("f32[8]@A{tp:2}"),
-        "expected `(` and how each dim is split, found the end
+        "expected `(` and how each dim is split, or `{` and boxes, found the end
   f32[8]@A{tp:2}
                 ^"
     );

@@ -11,13 +11,15 @@
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::layout::{Layout, Rule};
 use crossmesh_core::mesh::Mesh;
+use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::doc::{Figures, PlanDoc};
 use crossmesh_core::reshard::problem::Hosts;
-use crossmesh_core::reshard::{PlanOptions, Problem, Strategy, plan};
+use crossmesh_core::reshard::{PlanOptions, Problem, Strategy, lower, plan};
 use crossmesh_core::schedule::megatron::Layers;
 use crossmesh_core::schedule::torch_csv::{self, Cells};
 use crossmesh_core::schedule::{Costs, check, time};
 use crossmesh_core::units::{Bytes, Rate, Seconds, parse_bytes, parse_rate, parse_seconds};
+use crossmesh_core::verify::verify_program;
 
 /// Beyond this many devices a case only parses and prints: the time is better spent on other cases.
 const MAX_DEVICES_TO_VISIT: usize = 1 << 12;
@@ -36,6 +38,11 @@ pub const LAYOUT_SEEDS: &[&str] = &[
     "f32[8,6]@A{dp:2,tp:4}S(0)RP(max)",
     "f32[8,6]@A{dp:2,tp:4}P('dp', ('tp',), None)",
     "bool[0,1,2,3]@A{}(_,_,_,_)",
+    "f32[8,6]@A{x:2}{0: [0:4, 0:6]; 1: [4:8, 0:3] [4:8, 3:6]}",
+    "f32[8,6]@A{x:2,d:2}=4-7{0-1: [0:8, 0:3] by 6,1; 2,3: [0:8, 3:6] at 3 by 6,1 | sum d}",
+    "u8[18446744073709551615]@A{x:2}{0: [0:9] at 18446744073709551600; 1: [0:2] by 9223372036854775807}",
+    "f32[]@A{tp:2}{0: []; 1:}",
+    "f32[4]@A{x:3}=0-2+64{0: [0:4] at 2 by 3}",
 ];
 
 pub const MESH_SEEDS: &[&str] = &[
@@ -46,6 +53,8 @@ pub const MESH_SEEDS: &[&str] = &[
     "C:2x2=3,0,1-2",
     "D{a:1024,b:1024}",
     "E{tp:2}=4294967293-4294967294",
+    "F{tp:2}=0-1+64",
+    "G{tp:2}=+4294967290",
 ];
 
 pub const CLUSTER_SEEDS: &[&str] = &[
@@ -92,24 +101,46 @@ pub fn layout(data: &[u8]) {
     }
 }
 
-/// A layout that exists is a good one: every device has its boxes, and together they hold each copy once.
+/// A layout that exists is a good one: every device has its boxes in places of their own, and where axes split the tensor
+/// they hold each copy once together.
 fn visit_shards(layout: &Layout) {
     let devices = layout.mesh().len();
-    let fused = layout.splits().iter().map(|s| match &s.rule {
-        Rule::Parts(parts) => parts.len(),
-        _ => 1,
-    });
-    if fused.product::<usize>().saturating_mul(devices) > MAX_DEVICES_TO_VISIT {
+    let boxes = match layout.by_axes() {
+        Some(split) => split
+            .splits()
+            .iter()
+            .map(|s| if let Rule::Parts(parts) = &s.rule { parts.len() } else { 1 })
+            .product(),
+        None => 1,
+    };
+    if usize::saturating_mul(boxes, devices) > MAX_DEVICES_TO_VISIT {
         return;
     }
     let mut held = 0u128;
     for position in 0..devices {
         let coord = layout.mesh().coord(position);
         assert!(layout.contribution_at(&coord) < layout.num_contributions());
-        held += layout.shard_at(&coord).iter().map(|r| u128::from(r.volume())).sum::<u128>();
+        let shard = layout.shard_at(&coord);
+        visit_memory(layout, &coord, shard.iter().filter(|r| !r.is_empty()).count());
+        held += shard.iter().map(|r| u128::from(r.volume())).sum::<u128>();
     }
-    let parts: usize = (0..layout.shape().len()).map(|dim| layout.num_parts(dim)).product();
-    assert_eq!(held, u128::from(layout.volume()) * (devices / parts) as u128, "{layout}");
+    if let Some(split) = layout.by_axes() {
+        let parts: usize = (0..layout.shape().len()).map(|dim| split.num_parts(dim)).product();
+        assert_eq!(held, u128::from(layout.volume()) * (devices / parts) as u128, "{layout}");
+    }
+    // Listed box by box, it is the same layout.
+    let listed = layout.to_boxes().unwrap_or_else(|e| panic!("{layout} cannot be listed: {e}"));
+    let printed = listed.to_string();
+    assert_eq!(printed.parse().as_ref(), Ok(&listed), "{layout} is listed as {printed:?}");
+}
+
+fn visit_memory(layout: &Layout, coord: &[u32], boxes: usize) {
+    let held = layout.held_at(coord);
+    assert_eq!(held.len(), boxes, "{layout}");
+    assert!(held.is_sorted_by_key(|h| h.offset_elements), "{layout}");
+    let end = held.iter().map(|h| h.end_elements()).max().unwrap_or(0);
+    assert_eq!(layout.shard_elements(coord), end, "{layout}");
+    assert!(end.checked_mul(layout.dtype().bytes()).is_some(), "{layout}");
 }
 
 pub fn mesh(data: &[u8]) {
@@ -217,6 +248,11 @@ pub fn plan_seeds() -> Vec<String> {
             Hosts::Described(cluster),
             vec![("f32[4]@A{dp:4}(_ | sum dp)", "f32[4]@B{tp:2}=6,7(tp)")],
         ),
+        (
+            Strategy::Flow,
+            Hosts::default(),
+            vec![("f32[8]@A{x:2}{0: [0:5]; 1: [3:8] by 2}", "f32[8]@B{x:2}{0: [0:2] [6:8] at 4; 1: [1:7]}")],
+        ),
     ];
     cases.into_iter().map(|(strategy, hosts, pairs)| plan_seed(strategy, hosts, pairs)).collect()
 }
@@ -244,6 +280,30 @@ pub fn plan_json(data: &[u8]) {
             assert_eq!(read(&again).expect("a printed plan is a plan"), printed, "{text}");
         }
         Err(error) => assert!(!error.to_string().is_empty()),
+    }
+}
+
+/// Programs of the plans above.
+pub fn program_seeds() -> Vec<String> {
+    let program = |text: String| {
+        let plan = PlanDoc::parse(&text).and_then(|doc| doc.to_plan()).expect("a good seed");
+        ProgramDoc::new(&lower(&plan), None).to_json()
+    };
+    plan_seeds().into_iter().map(program).collect()
+}
+
+/// A program survives being printed, and the verifier has an answer for whatever can be read.
+pub fn program_json(data: &[u8]) {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    let program = match ProgramDoc::parse(text).and_then(|doc| doc.to_program()) {
+        Ok(program) => program,
+        Err(error) => return assert!(!error.to_string().is_empty()),
+    };
+    let printed = ProgramDoc::new(&program, None);
+    let again = ProgramDoc::parse(&printed.to_json()).expect("a printed program parses");
+    assert_eq!(again, printed, "{text}");
+    if let Err(error) = verify_program(&program) {
+        assert!(!error.to_string().is_empty());
     }
 }
 
@@ -280,6 +340,12 @@ const TOKENS: &[&str] = &[
     ".",
     " of ",
     "| sum ",
+    ";",
+    " at ",
+    " by ",
+    "[0:4]",
+    "1: ",
+    "{0: [0:1]}",
     "S01",
     "Shard(",
     "None",

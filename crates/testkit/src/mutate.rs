@@ -21,7 +21,7 @@ pub enum Mutation {
     /// What was forwarded now waits for its forwarder, instead of the other way round.
     Reverse,
     /// Both wait for each other.
-    Circle,
+    Cycle,
 }
 
 impl Mutation {
@@ -33,7 +33,7 @@ impl Mutation {
         Mutation::Shrink,
         Mutation::Hasten,
         Mutation::Reverse,
-        Mutation::Circle,
+        Mutation::Cycle,
     ];
 }
 
@@ -54,14 +54,14 @@ pub fn mutate(plan: &Plan, mutation: Mutation, seed: &mut Seed) -> Option<(Plan,
     let laws = match mutation {
         Mutation::Drop => {
             draft.remove(i);
-            vec![Coverage, Causality]
+            vec![Coverage, Causality, Race]
         }
         Mutation::Duplicate => {
             if !dst.contains(t.dst, &t.region) {
                 return None; // in transit: twice is a waste, not a mistake
             }
             draft.transfers.push(t);
-            if partial { vec![Coverage, Causality] } else { vec![Coverage] }
+            if partial { vec![Coverage, Causality, Race] } else { vec![Coverage] }
         }
         Mutation::RedirectDst => {
             // A part that takes another way to where its sum is finished is still counted once.
@@ -75,7 +75,11 @@ pub fn mutate(plan: &Plan, mutation: Mutation, seed: &mut Seed) -> Option<(Plan,
                 ranks(num_ranks).filter(|r| *r != t.src && *r != t.dst && !(partial && meets_sum(r)));
             let others: Vec<Rank> = others.collect();
             draft.transfers[i].dst = *others.get(seed.below(others.len()))?;
-            if partial { vec![Coverage, Causality, Malformed, Deadlock] } else { vec![Coverage, Causality] }
+            if partial {
+                vec![Coverage, Causality, Race, Malformed, Deadlock]
+            } else {
+                vec![Coverage, Causality, Race]
+            }
         }
         Mutation::RedirectSrc => {
             let brought = |r: &Rank| t.after.iter().any(|a| draft.transfers[*a].dst == *r);
@@ -86,7 +90,7 @@ pub fn mutate(plan: &Plan, mutation: Mutation, seed: &mut Seed) -> Option<(Plan,
         }
         Mutation::Shrink => {
             draft.transfers[i].region = shrunk(&t.region, seed)?;
-            if partial { vec![Coverage, Causality, Malformed] } else { vec![Coverage, Causality] }
+            if partial { vec![Coverage, Causality, Race, Malformed] } else { vec![Coverage, Causality, Race] }
         }
         Mutation::Hasten | Mutation::Reverse => {
             let (i, a) = draft.some_need(&src, t.tensor, seed)?;
@@ -94,9 +98,9 @@ pub fn mutate(plan: &Plan, mutation: Mutation, seed: &mut Seed) -> Option<(Plan,
             if mutation == Mutation::Reverse {
                 draft.transfers[a].after.push(i);
             }
-            if partial { vec![Causality, Coverage, Deadlock] } else { vec![Causality] }
+            if partial { vec![Causality, Coverage, Race, Deadlock] } else { vec![Causality] }
         }
-        Mutation::Circle => {
+        Mutation::Cycle => {
             let a = match t.after.first() {
                 Some(a) => *a,
                 None if n > 1 => {

@@ -71,8 +71,8 @@ pub fn problem(seed: u64, shape: Shape) -> Problem {
         let dims = if seed.one_in(8) { dims } else { dims.iter().map(|d| d.max(&1) + 1).collect() };
         let dtype = seed.pick(&["f32", "bf16", "u8"]);
         let partial = shape.partial && seed.one_in(4);
-        let src = layout(&mut seed, &mesh_a, dtype, &dims, partial);
-        let dst = layout(&mut seed, &mesh_b, dtype, &dims, false);
+        let src = axis_layout(&mut seed, &mesh_a, dtype, &dims, partial);
+        let dst = axis_layout(&mut seed, &mesh_b, dtype, &dims, false);
         pairs.push((format!("t{i}"), src, dst));
     }
     let per_host = seed.one_in(2).then(|| 1 + seed.below(shape.devices) as u32);
@@ -81,18 +81,18 @@ pub fn problem(seed: u64, shape: Shape) -> Problem {
 }
 
 #[derive(Clone)]
-struct MeshDraft {
-    name: &'static str,
-    axes: Vec<usize>,
-    first_rank: Option<usize>,
+pub(crate) struct MeshDraft {
+    pub name: &'static str,
+    pub axes: Vec<usize>,
+    pub first_rank: Option<usize>,
 }
 
 impl MeshDraft {
-    fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.axes.iter().product()
     }
 
-    fn text(&self) -> String {
+    pub fn text(&self) -> String {
         let axes: Vec<String> = self.axes.iter().enumerate().map(|(i, len)| format!("x{i}:{len}")).collect();
         let ranks =
             self.first_rank.map_or(String::new(), |first| format!("={first}-{}", first + self.len() - 1));
@@ -109,7 +109,14 @@ fn mesh(seed: &mut Seed, name: &'static str, shape: Shape) -> MeshDraft {
     MeshDraft { name, axes, first_rank: None }
 }
 
-fn layout(seed: &mut Seed, mesh: &MeshDraft, dtype: &str, dims: &[usize], partial: bool) -> Layout {
+/// A layout of this tensor whose dims the axes of the mesh split.
+pub(crate) fn axis_layout(
+    seed: &mut Seed,
+    mesh: &MeshDraft,
+    dtype: &str,
+    dims: &[usize],
+    partial: bool,
+) -> Layout {
     let mut splits: Vec<Vec<usize>> = vec![vec![]; dims.len()];
     let mut summed: Vec<usize> = vec![];
     for axis in 0..mesh.axes.len() {

@@ -48,6 +48,13 @@ fn plan_json() {
 }
 
 #[test]
+fn program_json() {
+    let seeds = fuzz::program_seeds();
+    let seeds: Vec<&str> = seeds.iter().map(String::as_str).collect();
+    smoke(fuzz::program_json, &seeds);
+}
+
+#[test]
 fn schedule_csv() {
     smoke(fuzz::schedule_csv, fuzz::SCHEDULE_SEEDS);
 }

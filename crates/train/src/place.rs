@@ -170,8 +170,9 @@ impl Place {
 
 /// The dims of a rank's shard, empty ones among them.
 pub fn shard_dims(layout: &Layout, coord: &[u32]) -> Vec<usize> {
+    let split = layout.by_axes().expect("parameters are split by axes");
     let dim = |dim: usize| {
-        let spans = &layout.part_spans(dim)[layout.part_at(dim, coord)];
+        let spans = &split.part_spans(dim)[split.part_at(dim, coord)];
         spans.iter().map(|s| s.len() as usize).sum()
     };
     (0..layout.shape().len()).map(dim).collect()

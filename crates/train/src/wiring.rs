@@ -17,11 +17,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use crossmesh_core::cluster::Topology;
 use crossmesh_core::id::{DeviceId, Rank, StageId};
 use crossmesh_core::layout::Layout;
-use crossmesh_core::program::Program;
-use crossmesh_core::reshard::{Placed, Plan, Problem, Reshard, lower, plan};
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::{Placed, Plan, Problem, Reshard, plan};
 use crossmesh_core::schedule::Edge as StageEdge;
 use crossmesh_core::schedule::PassKind;
 use crossmesh_core::step::{Carries, Crossing, Step, StepProgram, lower_step};
+use crossmesh_core::verify::Verified;
 
 use crate::chain::{Model, Outline, Setup};
 use crate::job::{Job, JobError};
@@ -52,8 +53,7 @@ pub struct Tied {
 /// The gradients of tied weights, from every stage that has one to every other on other ranks.
 #[derive(Debug, Clone)]
 pub struct Exchange {
-    pub plan: Plan,
-    pub program: Program,
+    pub program: Verified,
     /// By reshard of the plan: the weight (an index into [`Wiring::tied`]), from where to where.
     pub ways: Vec<(usize, StageId, StageId)>,
 }
@@ -319,5 +319,6 @@ fn exchange(job: &Job, outlines: &[Outline], tied: &[Tied]) -> Result<Option<Exc
         return Ok(None);
     }
     let plan = planned(job, reshards)?;
-    Ok(Some(Exchange { program: lower(&plan), plan, ways }))
+    let program = Verified::plan(&plan, Addressing::Apart).map_err(|e| JobError::Step(e.into()))?;
+    Ok(Some(Exchange { program, ways }))
 }

@@ -4,14 +4,14 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use crossmesh_core::reshard::{Bound, PlanOptions, Problem, Strategy, lower_bound};
+use crossmesh_core::reshard::{Bound, PlanOptions, Problem, Strategy, lower_bound, plan};
 use crossmesh_core::units::{Bytes, Seconds, parse_bytes};
 use serde::Serialize;
 
 use crate::Answer;
 use crate::commands::run::RunArgs;
 use crate::output::{self, Format, Progress, Table, count};
-use crate::predict::{Prediction, proven_plan};
+use crate::predict::Prediction;
 use crate::report;
 use crate::runner::RunOptions;
 use crate::suite::{Case, Fit, Reference, Suite};
@@ -240,8 +240,9 @@ impl Bench {
         strategy: Strategy,
     ) -> Result<StrategyResult> {
         let options = PlanOptions { strategy, seed: self.seed, ..PlanOptions::default() };
-        let planned =
-            proven_plan(problem, &options).and_then(|plan| Prediction::with_bound(plan, bound.clone()));
+        let planned = plan(problem, &options)
+            .map_err(Into::into)
+            .and_then(|plan| Prediction::with_bound(plan, bound.clone()));
         let (prediction, why_not) = match planned {
             Ok(prediction) => (Some(prediction), None),
             Err(error) => (None, Some(format!("{error:#}"))),

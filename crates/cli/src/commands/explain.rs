@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::Result;
+use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::Plan;
 use crossmesh_core::units::{Bytes, Seconds};
 
@@ -23,6 +24,7 @@ use crate::summary::{self, SMALL_PLAN};
   crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'
   crossmesh explain 'bf16[8192,8192]@A{fsdp:16}(fsdp,_)' 'bf16[8192,8192]@B{dp:2,tp:8}(_,tp)' \\
       --devices-per-host 8 --nics 8 --nic 400Gbit --html report.html
+  crossmesh explain 'f32[8]@A{tp:2}(tp)' 'f32[8]@B{tp:2}(_)' --program   # every rank's ops
   crossmesh explain --pairs weights.txt --cluster cluster.toml --max-extra-bytes 256MiB
   crossmesh explain --flight flight.json   # written by `crossmesh run … --flight flight.json`")]
 pub struct Args {
@@ -33,7 +35,10 @@ pub struct Args {
     /// Explain how a run ended instead: who was at fault, who waited for whom, and what the simulator would have seen
     #[arg(long, value_name = "FILE", conflicts_with_all = ["src", "dst", "pairs", "html"])]
     flight: Option<PathBuf>,
-    /// Text for people, or the plan document
+    /// Show the program instead: what every rank does, with which memory, in which order
+    #[arg(long, conflicts_with_all = ["flight", "html"], help_heading = "Output")]
+    program: bool,
+    /// Text for people, or the document: of the plan or, with `--program`, of the program
     #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
     /// Also write a report with pictures: one HTML file
@@ -55,9 +60,13 @@ pub fn run(args: &Args) -> Result<Answer> {
     if let Some(path) = &args.html {
         output::write_file(path, &report::plan::render(&prediction, report::provenance()))?;
     }
-    match args.format {
-        Format::Text => output::print(&render(&prediction))?,
-        Format::Json => output::print(&prediction.document())?,
+    match (args.format, args.program) {
+        (Format::Text, false) => output::print(&render(&prediction))?,
+        (Format::Json, false) => output::print(&prediction.document())?,
+        (Format::Text, true) => output::print(&prediction.program.to_string())?,
+        (Format::Json, true) => {
+            output::print(&ProgramDoc::new(&prediction.program, Some(&problem.cluster)).to_json())?;
+        }
     }
     Ok(Answer::Yes)
 }
@@ -101,7 +110,7 @@ fn tensors(plan: &Plan) -> String {
     for &i in order.iter().take(SHOWN) {
         let r = &reshards[i];
         let name = if r.name.is_empty() { format!("tensor {i}") } else { r.name.clone() };
-        let (src, dst) = (r.src.layout.to_string(), r.dst.layout.to_string());
+        let (src, dst) = (r.src.layout.summary(), r.dst.layout.summary());
         table.row([name, src, dst, Bytes(r.src.layout.bytes()).to_string()]);
     }
     format!("tensors\n{}{}", table.render(2), and_more(reshards.len(), SHOWN, "tensor"))

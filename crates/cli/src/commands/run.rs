@@ -6,19 +6,23 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::usage::ExtraMemory;
+use crossmesh_core::cluster::Topology;
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::Plan;
+use crossmesh_core::program::doc::ProgramDoc;
+use crossmesh_core::reshard::lower_bound;
+use crossmesh_core::sim::simulate;
 use crossmesh_core::units::{Bytes, Seconds, parse_seconds};
-use crossmesh_core::verify::verify;
+use crossmesh_core::verify::{Claims, Verified};
 use serde::Serialize;
 
 use crate::Answer;
 use crate::chrome;
-use crate::input::{HostArgs, PlanArgs, ProblemArgs, read_plan, read_text};
+use crate::input::{HostArgs, PlanArgs, PlanFile, ProblemArgs, is_program, read_plan, read_text};
 use crate::output::{self, Format, Progress, count};
-use crate::predict::{Prediction, Violation};
-use crate::runner::{Measured, RunOptions, Started, run_plan};
+use crate::predict::{Prediction, Violation, proven};
+use crate::runner::{Measured, RunOptions, Started, Work, run_plan, run_work};
 use crate::summary;
+use crate::task::Task;
 
 /// What `--emulate` says instead of a rate, to take the cluster's own.
 pub const CLUSTER_RATES: &str = "cluster";
@@ -162,6 +166,11 @@ pub fn run(mut args: Args) -> Result<Answer> {
     }
     let options = args.run.options(1, args.flight.clone())?;
     let options = RunOptions { trace: args.trace.is_some(), ..options };
+    if let Some(path) = document_file(&args.problem)
+        && is_program(&read_text(path)?)
+    {
+        return run_program(&args, path, &options);
+    }
     let prediction = predict(&args)?;
     let measured = run_plan(&prediction, &options, &Progress::new())?;
     if let (Some(path), Some(trace)) = (&args.trace, &measured.trace) {
@@ -177,29 +186,103 @@ pub fn run(mut args: Args) -> Result<Answer> {
 
 /// The plan to run, proven and predicted: from a file, or made now.
 fn predict(args: &Args) -> Result<Prediction> {
-    match plan_file(&args.problem) {
+    match document_file(&args.problem) {
         None => Prediction::of_problem(&args.problem.problem()?, &args.plan.options()?),
-        Some(path) => Prediction::of_plan(read_proven_plan(path, &args.problem.hosts)?),
+        Some(path) if args.problem.dst_rank_offset.is_some() => {
+            bail!(
+                "the ranks of {} are planned already\nhint: give --dst-rank-offset when planning",
+                path.display()
+            )
+        }
+        Some(path) => read_proven_plan(path, &args.problem.hosts),
     }
 }
 
-/// A single argument that names a plan document.
-fn plan_file(problem: &ProblemArgs) -> Option<&Path> {
+/// Runs a program that comes as a document, once it is proven.
+fn run_program(args: &Args, path: &Path, options: &RunOptions) -> Result<Answer> {
+    let name = || path.display().to_string();
+    let text = read_text(path)?;
+    let task = Task::of_program_doc(&ProgramDoc::parse(&text).with_context(name)?).with_context(name)?;
+    let Task::Program { program, cluster } = &task else { bail!("{} is no program", path.display()) };
+    let trace = simulate(program, cluster).context("the program cannot be simulated")?;
+    let work = Work {
+        task: &task,
+        document: text,
+        cluster,
+        topology: &Topology::new(cluster),
+        predicted_s: trace.makespan_s,
+    };
+    let measured = run_work(&work, options, &Progress::new())?;
+    let (verified, median_s) = (measured.verified(), measured.median_s());
+    let report = ProgramReport {
+        schema: "crossmesh.run/1",
+        ranks: work.task.ranks().len(),
+        emulated: args.run.emulate.clone(),
+        bytes: program.proof().bytes,
+        median_s,
+        predicted_s: trace.makespan_s,
+        verified,
+        peak_extra_bytes: program.proof().peak_extra_bytes,
+        measured_s: measured.seconds,
+        wrong: measured.wrong,
+    };
+    match args.format {
+        Format::Json => output::print_json(&report)?,
+        Format::Text => {
+            let wrong: String = report.wrong.iter().map(|w| format!("wrong        {w}\n")).collect();
+            let checked = if verified { "every element checked" } else { "a goal is wrong" };
+            output::print(&format!(
+                "run program {}, {} in {} messages, {}\n{wrong}median       {}; {checked}\n",
+                name(),
+                Bytes(report.bytes),
+                program.proof().transfers,
+                count(report.ranks, "rank"),
+                Seconds(median_s),
+            ))?;
+        }
+    }
+    Ok(if verified { Answer::Yes } else { Answer::No })
+}
+
+/// A run of a program as JSON.
+#[derive(Debug, Serialize)]
+struct ProgramReport {
+    schema: &'static str,
+    ranks: usize,
+    emulated: Option<String>,
+    bytes: u64,
+    measured_s: Vec<f64>,
+    median_s: f64,
+    predicted_s: f64,
+    verified: bool,
+    wrong: Vec<String>,
+    peak_extra_bytes: u64,
+}
+
+/// A single argument that names a document.
+fn document_file(problem: &ProblemArgs) -> Option<&Path> {
     let (Some(src), None) = (&problem.src, &problem.dst) else { return None };
     let path = Path::new(src);
     let text = if path.is_file() { read_text(path).ok()? } else { return None };
     text.trim_start().starts_with('{').then_some(path)
 }
 
-fn read_proven_plan(path: &Path, hosts: &HostArgs) -> Result<Plan> {
-    let mut plan = read_plan(path)?.plan;
-    if let Err(error) = verify(&plan) {
-        bail!("{}: the plan breaks a law: {}", path.display(), Violation::from(error));
-    }
+fn read_proven_plan(path: &Path, hosts: &HostArgs) -> Result<Prediction> {
+    let PlanFile { mut plan, doc, .. } = read_plan(path)?;
+    let program = Verified::claimed_plan(&plan, &Claims::of(&doc)).map_err(|error| {
+        anyhow::anyhow!(
+            "{}: the plan breaks a law: {}",
+            path.display(),
+            Violation::from(error.renumbered(|t| doc.id_of(t)))
+        )
+    })?;
     let mut cluster = hosts.described()?.unwrap_or_else(|| plan.problem.cluster.clone());
     hosts.adjust(&mut cluster)?;
+    let num_ranks = plan.problem.topology.num_ranks();
     super::simulate::move_to(&mut plan, cluster)?;
-    Ok(plan)
+    let program = if plan.problem.topology.num_ranks() == num_ranks { program } else { proven(&plan)? };
+    let bound = lower_bound(&plan.problem).context("no lower bound")?;
+    Prediction::of_program(plan, program, bound)
 }
 
 fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {

@@ -5,19 +5,23 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use crossmesh_core::cluster::{Cluster, Topology};
-use crossmesh_core::reshard::Plan;
-use crossmesh_core::units::Seconds;
+use crossmesh_core::program::doc::ProgramDoc;
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::{Plan, lower_bound};
+use crossmesh_core::sim::simulate;
+use crossmesh_core::units::{Bytes, Seconds};
+use crossmesh_core::verify::Verified;
 use serde::Serialize;
 
 use crate::Answer;
 use crate::chrome;
-use crate::input::{HostArgs, PlanFile, read_plan};
+use crate::input::{Document, HostArgs, read_document};
 use crate::links::{self, Row};
 use crate::output::{self, Format, count};
 use crate::predict::{Prediction, Violation};
 use crate::summary;
 
-/// Predict how long a plan takes, on its own cluster or another.
+/// Predict how long a plan or a program takes, on its own cluster or another.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh simulate plan.json
@@ -60,23 +64,72 @@ struct LinkReport {
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
-    let PlanFile { mut plan, .. } = read_plan(&args.plan)?;
-    if let Err(error) = crossmesh_core::verify::verify(&plan) {
-        bail!("{}: the plan breaks a law: {}", args.plan.display(), Violation::from(error));
-    }
+    let (mut plan, doc) = match read_document(&args.plan)? {
+        Document::Program(doc) => return simulate_program(args, &doc),
+        Document::Plan(doc) => {
+            let plan = doc.to_plan().with_context(|| args.plan.display().to_string())?;
+            (plan, doc)
+        }
+    };
+    let program = Verified::plan(&plan, Addressing::Apart);
+    let program = program.map_err(|error| {
+        let violation = Violation::from(error.renumbered(|t| doc.id_of(t)));
+        anyhow::anyhow!("{}: the plan breaks a law: {violation}", args.plan.display())
+    })?;
     let mut cluster = match args.hosts.described()? {
         Some(cluster) => cluster,
         None => plan.problem.cluster.clone(),
     };
     args.hosts.adjust(&mut cluster)?;
     move_to(&mut plan, cluster)?;
-    let prediction = Prediction::of_plan(plan)?;
+    let bound = lower_bound(&plan.problem).context("no lower bound")?;
+    let prediction = Prediction::of_program(plan, program, bound)?;
     if let Some(path) = &args.trace {
         output::write_file(path, &chrome::render(&prediction).context("cannot write the trace")?)?;
     }
     match args.format {
         Format::Text => output::print(&render(&prediction))?,
         Format::Json => output::print_json(&simulation(&prediction))?,
+    }
+    Ok(Answer::Yes)
+}
+
+/// Predicts a program: on its own cluster, or on another.
+fn simulate_program(args: &Args, doc: &ProgramDoc) -> Result<Answer> {
+    let name = || args.plan.display().to_string();
+    let program = doc.to_program().with_context(name)?;
+    let program = Verified::program(program).map_err(|error| {
+        anyhow::anyhow!("{}: the program breaks a law: {}", name(), Violation::from(error))
+    })?;
+    let own = doc.to_cluster().with_context(name)?;
+    let cluster = args.hosts.described()?.or(own);
+    let Some(mut cluster) = cluster else {
+        bail!("{} does not say where its ranks are\nhint: give --cluster", name());
+    };
+    args.hosts.adjust(&mut cluster)?;
+    if cluster.num_devices() < program.ranks.len() {
+        let (ranks, devices) = (program.ranks.len(), count(cluster.num_devices(), "device"));
+        bail!("the program has {ranks} ranks, the cluster has {devices}\nhint: describe a larger cluster");
+    }
+    if args.trace.is_some() {
+        bail!("a trace of a program is not drawn yet\nhint: simulate the plan that it was made of");
+    }
+    let trace = simulate(&program, &cluster).context("the program cannot be simulated")?;
+    let (seconds, bytes) = (trace.makespan_s, program.proof().bytes);
+    match args.format {
+        Format::Text => output::print(&format!(
+            "simulate program {}, {} in {} messages\npredicted    {}\n",
+            name(),
+            Bytes(bytes),
+            program.proof().transfers,
+            Seconds(seconds)
+        ))?,
+        Format::Json => output::print_json(&serde_json::json!({
+            "schema": "crossmesh.simulation/1",
+            "predicted_s": seconds,
+            "bytes": bytes,
+            "peak_extra_bytes": program.proof().peak_extra_bytes,
+        }))?,
     }
     Ok(Answer::Yes)
 }

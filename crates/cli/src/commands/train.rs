@@ -22,6 +22,7 @@ use crate::runner::{Measured, RunFailed, RunOptions, Work, run_work};
 use crate::task::Task;
 use crate::training::board::{Board, Facts, Seen, loss_text, speed_text};
 use crate::training::dry::{self, DryRun};
+use crate::training::steps::StepSpread;
 use crate::training::{Training, timeline};
 
 /// A rank may compute for a while before anything moves. One that dies is noticed at once, by other means.
@@ -130,7 +131,9 @@ struct Summary {
     loss: Option<f64>,
     reachable_loss: Option<f64>,
     seconds: f64,
+    /// The mean.
     step_s: f64,
+    steps_s: Option<StepSpread>,
     samples_per_s: f64,
     tokens_per_s: Option<f64>,
     compute: f64,
@@ -371,6 +374,7 @@ fn summary(
         reachable_loss: training.data.reachable_loss(),
         seconds: own.iter().map(|m| m.step_s).sum(),
         step_s,
+        steps_s: StepSpread::of(own.iter().copied()),
         samples_per_s: mean(&|m| m.samples_per_s),
         tokens_per_s: training.tokens().map(|_| mean(&|m| m.speed())),
         compute: share(mean(&|m| m.compute_s)),
@@ -391,16 +395,20 @@ fn render(summary: &Summary, facts: &Facts) -> String {
         }
         _ => String::new(),
     };
+    let mean = || Seconds(summary.step_s).to_string();
+    let steps = summary.steps_s.as_ref().map_or_else(mean, StepSpread::text);
+    let outliers = summary.steps_s.as_ref().and_then(StepSpread::outliers);
+    let outliers = outliers.map_or_else(String::new, |text| format!("held up    {text}\n"));
     format!(
         "loss       {} → {}{reachable}\n\
-         step       {}, {}\n\
+         step       {steps}; {}\n\
+         {outliers}\
          time       compute {}, exposed communication {}, bubble {}, optimizer {}\n\
          memory     {}\n\
          report     {}\n\
          trained {} to step {} in {}\n",
         loss_text(summary.first_loss),
         loss_text(summary.loss),
-        Seconds(summary.step_s),
         speed_text(facts, summary.tokens_per_s.unwrap_or(summary.samples_per_s)),
         percent(summary.compute),
         percent(summary.exposed_comm),

@@ -53,8 +53,8 @@ fn subtitle(plan: &Plan) -> String {
         .map(|r| {
             format!(
                 "<code>{}</code> → <code>{}</code>",
-                escape(&r.src.layout.to_string()),
-                escape(&r.dst.layout.to_string())
+                escape(&r.src.layout.summary()),
+                escape(&r.dst.layout.summary())
             )
         })
         .collect();

@@ -8,6 +8,7 @@ use crossmesh_train::record::StepTimes;
 use serde::Serialize;
 
 use crate::training::metrics::StepMetrics;
+use crate::training::steps::StepSpread;
 
 use super::gantt::{Bar, Gantt, Row};
 use super::{Page, card, escape, ticks};
@@ -151,8 +152,13 @@ fn figures(report: &TrainReport) -> String {
     let count = report.metrics.len().max(1) as f64;
     let mean = |of: &dyn Fn(&StepMetrics) -> f64| report.metrics.iter().map(of).sum::<f64>() / count;
     let step_s = mean(&|m| m.step_s);
+    let spread = StepSpread::of(&report.metrics);
     if step_s > 0.0 {
-        cards += &card(&Seconds(step_s).to_string(), "a step", "");
+        if let Some(steps) = &spread {
+            cards += &card(&Seconds(steps.median_s).to_string(), "a step, in the median", "");
+            cards += &card(&Seconds(steps.p95_s).to_string(), "19 of 20 steps are within", "");
+            cards += &card(&Seconds(steps.longest_s).to_string(), "the longest step", "");
+        }
         cards += &card(&short(mean(&|m| m.speed())), report.speed_unit, "");
         let share = |part: f64| format!("{:.1} %", 100.0 * part / step_s);
         cards += &card(&share(mean(&|m| m.exposed_comm_s)), "exposed communication", "");
@@ -161,7 +167,10 @@ fn figures(report: &TrainReport) -> String {
     if let Some(last) = last {
         cards += &card(&Bytes(last.bytes_sent).to_string(), "sent in a step, by all ranks", "");
     }
-    format!("<div class=\"cards\">\n{cards}</div>\n")
+    let outliers = spread.and_then(|steps| steps.outliers());
+    let outliers =
+        outliers.map_or_else(String::new, |text| format!("<p class=\"note\">{}</p>\n", escape(&text)));
+    format!("<div class=\"cards\">\n{cards}</div>\n{outliers}")
 }
 
 /// `12.3k`.
@@ -458,6 +467,15 @@ pub mod tests {
         assert_eq!(html.matches("class=\"pexposed\"").count(), 2, "one for every rank");
         assert!(html.contains(">F0</text>") && html.contains(">BW1</text>"));
         assert!(!html.contains("<script src") && !html.contains("http"), "it loads nothing");
+    }
+
+    #[test]
+    fn a_step_that_stood_still_is_pointed_out() {
+        assert!(!render(&report(), vec![]).contains("× the median"));
+        let mut slow = report();
+        slow.metrics[6].step_s = 1.0;
+        let html = render(&slow, vec![]);
+        assert!(html.contains("1 step took 4 × the median or more; the longest, step 7, 10.0 × (1.00 s)"));
     }
 
     #[test]

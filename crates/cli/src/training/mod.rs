@@ -15,6 +15,7 @@ pub mod note;
 pub mod overlap;
 pub mod rank;
 mod save;
+pub mod steps;
 pub mod timeline;
 
 use std::path::PathBuf;

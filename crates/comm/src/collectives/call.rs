@@ -5,16 +5,16 @@ use std::sync::Arc;
 
 use crossmesh_core::collective::{Call, Collective, Counts, in_place, plan};
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::{Buffer as Place, OpKind, Program};
-use crossmesh_core::region::Region;
-use crossmesh_core::reshard::{Placed, Plan, Reshard, lower};
-use crossmesh_core::verify::verify;
+use crossmesh_core::program::{Holds, Role, Tile};
+use crossmesh_core::reshard::Plan;
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::verify::{Verified, VerifiedRank};
 
 use super::element::{Element, Reduction};
 use super::groups::GroupId;
 use super::pool::{Buffer, Raw, Segment};
 use super::{CallError, Collectives, Pending};
-use crate::buffer::{ALIGN, HeldBox, RankBuffers, shard_of};
+use crate::buffer::{ALIGN, Base, RankBuffers};
 use crate::engine::{Handle, JobSpec};
 
 /// Plans that are kept; more kinds of calls than this are planned anew.
@@ -22,8 +22,7 @@ const MAX_PLANS: usize = 1024;
 
 /// A call's plan, on this rank.
 pub(super) struct Planned {
-    plan: Plan,
-    program: Program,
+    program: VerifiedRank,
     /// Elements in the rank's source and destination.
     src_len: u64,
     dst_len: u64,
@@ -40,7 +39,7 @@ pub(super) struct UnderWay {
     pub divide_by: Option<u32>,
     /// Kept until the end.
     _source: Option<Raw>,
-    _stages: Segment,
+    _stages: Option<Segment>,
 }
 
 impl Collectives {
@@ -76,15 +75,13 @@ impl Collectives {
         let planned = self.planned(&call)?;
         self.check_length(&call, &planned, elements.len())?;
         let located = self.places::<T>(&call, &planned, elements.raw)?;
-        let program = &planned.program.ranks[self.me.index()];
-        let stage_bytes = program.stages.iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum::<u64>();
-        let stages = self.pool.take(stage_bytes).map_err(|e| self.no_memory(stage_bytes as usize, &e))?;
-        let buffers = planned.bind(self.me, &located, &stages);
-        let mut spec = JobSpec::new(job, &planned.plan, &planned.program, self.me, &buffers)?;
+        let staging = planned.program.buffers.iter().filter(|b| b.role == Role::Staging);
+        let stage_bytes = staging.map(|b| b.bytes.next_multiple_of(ALIGN)).sum::<u64>();
+        let stages = (stage_bytes > 0).then(|| self.pool.take(stage_bytes)).transpose();
+        let stages = stages.map_err(|e| self.no_memory(stage_bytes as usize, &e))?;
+        let buffers = planned.bind(&located, stages.as_ref());
+        let mut spec = JobSpec::new(job, &buffers)?;
         let Located { source, result, .. } = located;
-        if source.is_none() {
-            forget_copies(&mut spec);
-        }
         spec.priority = self.priority;
         let handle = self.engine.start(spec)?;
         let divide_by = (reduction == Reduction::Mean && planned.dst_len > 0).then_some(parts);
@@ -100,8 +97,7 @@ impl Collectives {
             return Ok(known.clone());
         }
         let plan = plan(std::slice::from_ref(call), &self.cluster, &self.options)?;
-        verify(&plan).expect("a plan of ours is right");
-        let planned = Arc::new(Planned::new(call, plan, self.me));
+        let planned = Arc::new(Planned::new(call, &plan, self.me));
         if !call.has_rows() {
             if self.plans.len() >= MAX_PLANS {
                 self.plans.clear();
@@ -126,9 +122,7 @@ impl Collectives {
     /// Where the source and the result are. The elements that were brought are the source, and the result too where that
     /// is possible.
     fn places<T: Element>(&self, call: &Call, planned: &Planned, brought: Raw) -> Result<Located, CallError> {
-        let receives_nothing = call.collective == Collective::Reduce && call.root != self.me;
-        let is_broadcast = call.collective == Collective::Broadcast;
-        if !planned.in_place && !receives_nothing && !is_broadcast {
+        if !planned.in_place {
             let result = self.buffer::<T>(planned.dst_len as usize)?.raw;
             return Ok(Located { source: Some(brought), result, origin: 0 });
         }
@@ -154,64 +148,51 @@ struct Located {
 }
 
 impl Planned {
-    fn new(call: &Call, plan: Plan, me: Rank) -> Self {
-        let volume = |side: fn(&Reshard) -> &Placed| {
-            let boxes = plan.problem.reshards.iter().flat_map(|r| shard_of(side(r), me));
-            boxes.map(|b| b.volume()).sum::<u64>()
-        };
-        let (src_len, dst_len) = (volume(|r| &r.src), volume(|r| &r.dst));
+    fn new(call: &Call, plan: &Plan, me: Rank) -> Self {
         // A part has to be brought to its place among the others, or the other way round.
         let one_address = !matches!(call.collective, Collective::AllGather | Collective::AllToAll);
-        let in_place = one_address && src_len > 0 && dst_len > 0 && in_place(&plan, me);
-        let mine = plan.problem.reshards.first().and_then(|r| shard_of(&r.dst, me).into_iter().next());
-        let first_of_result = mine.map_or(0, |region| region.spans()[0].start);
-        Self { program: lower(&plan), src_len, dst_len, in_place, first_of_result, plan }
+        let may = one_address && plan.problem.reshards.len() == 1;
+        let in_place = may.then(|| in_place(plan, me)).flatten();
+        let (program, in_place) = match in_place {
+            Some(program) => (program, true),
+            None => (Verified::plan(plan, Addressing::Apart).expect("a plan of ours is right"), false),
+        };
+        let program = program.rank(me);
+        let region = |tile: &Tile| &program.whole().boxes[tile.region];
+        let sources = program.tiles.iter().filter(|t| matches!(t.holds, Holds::Source(_)));
+        let src_len = sources.map(|t| region(t).volume()).sum();
+        let goals = || program.tiles.iter().filter(|t| t.holds == Holds::Goal);
+        let dst_len = goals().map(|t| region(t).volume()).sum();
+        let first_of_result = goals().next().map_or(0, |t| region(t).spans()[0].start);
+        Self { src_len, dst_len, in_place, first_of_result, program }
     }
 
-    /// Every box's address.
-    fn bind(&self, me: Rank, located: &Located, stages: &Segment) -> RankBuffers {
+    /// Every buffer's address.
+    fn bind(&self, located: &Located, stages: Option<&Segment>) -> RankBuffers {
         let Located { source, result, origin } = located;
-        let packed = source.is_some();
-        let shards = |side: fn(&Reshard) -> &Placed, raw: &Raw| {
-            let mut next = raw.at;
-            let mut held = |placed: &Placed| -> Vec<HeldBox> {
-                let element = placed.layout.dtype().bytes();
-                let boxes = shard_of(placed, me).into_iter();
-                let place = |region: Region| {
-                    let start = region.spans()[0].start * element;
-                    let base = if packed { next } else { origin + start };
-                    next += region.volume() * element;
-                    HeldBox { base, region }
-                };
-                boxes.map(place).collect()
-            };
-            self.plan.problem.reshards.iter().map(|r| held(side(r))).collect()
-        };
-        let source = source.as_ref().unwrap_or(result);
-        let mut next = 0;
-        let stage = |bytes: &u64| {
-            let base = next;
-            next += bytes.next_multiple_of(ALIGN);
-            base
-        };
-        RankBuffers {
-            src: shards(|r| &r.src, source),
-            dst: shards(|r| &r.dst, result),
-            stages: self.program.ranks[me.index()].stages.iter().map(stage).collect(),
-            src_memory: source.segment.memory.clone(),
-            dst_memory: result.segment.memory.clone(),
-            memory: stages.memory.clone(),
-            // The tensors are the caller's.
-            tensor_bytes: 0,
-        }
-    }
-}
-
-/// What already lies where it belongs need not be copied there.
-fn forget_copies(spec: &mut JobSpec) {
-    for (op, places) in spec.program.ops.iter().zip(&mut spec.places) {
-        if matches!(op.kind, OpKind::Copy { from: Place::Src, into: Place::Dst, reduce: false }) {
-            (places.from, places.into) = (None, None);
-        }
+        let staged = stages.unwrap_or(&result.segment);
+        let (mut in_source, mut in_result, mut in_stages) =
+            (source.as_ref().map_or(0, |s| s.at), result.at, staged.at);
+        let bases = self.program.buffers.iter().map(|buffer| match buffer.role {
+            Role::Staging => {
+                let at = in_stages;
+                in_stages += buffer.bytes.next_multiple_of(ALIGN);
+                Base { memory: staged.memory.clone(), at }
+            }
+            Role::Source(_) => {
+                let source = source.as_ref().expect("sources and results lie apart");
+                let at = in_source;
+                in_source += buffer.bytes;
+                Base { memory: source.segment.memory.clone(), at }
+            }
+            Role::InPlace(_) => Base { memory: result.segment.memory.clone(), at: *origin },
+            Role::Destination(_) | Role::Crossing => {
+                let at = in_result;
+                in_result += buffer.bytes;
+                Base { memory: result.segment.memory.clone(), at }
+            }
+        });
+        let bases = bases.collect();
+        RankBuffers::bound(self.program.clone(), bases)
     }
 }

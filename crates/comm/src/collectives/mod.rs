@@ -423,13 +423,27 @@ impl Collectives {
         &mut self,
         pending: Pending<T>,
     ) -> Result<(Buffer<T>, JobReport), CallError> {
-        let under_way = self.under_way.get(&pending.job).expect("a pending call is under way");
-        let report = self.engine.wait(under_way.handle)?;
+        let handle = self.under_way.get(&pending.job).expect("a pending call is under way").handle;
+        let report = self.engine.wait(handle)?;
+        Ok((self.take_result(&pending), report))
+    }
+
+    /// The result of a call that has ended, at once; else the call again. For whoever goes on to drive the engine: what peers
+    /// wait for may still have to be sent.
+    pub fn finish<T: Element>(&mut self, pending: Pending<T>) -> Result<Buffer<T>, Pending<T>> {
+        let handle = self.under_way.get(&pending.job).expect("a pending call is under way").handle;
+        match self.engine.finish(handle) {
+            Some(_) => Ok(self.take_result(&pending)),
+            None => Err(pending),
+        }
+    }
+
+    fn take_result<T: Element>(&mut self, pending: &Pending<T>) -> Buffer<T> {
         let under_way = self.under_way.remove(&pending.job).expect("a pending call is under way");
         let mut buffer = Buffer { raw: under_way.result, of: PhantomData };
         if let Some(parts) = under_way.divide_by {
             buffer.iter_mut().for_each(|e: &mut T| *e = e.part_of(parts));
         }
-        Ok((buffer, report))
+        buffer
     }
 }

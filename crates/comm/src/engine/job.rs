@@ -1,17 +1,21 @@
 //! A program under way on a rank: what each op waits for, and how far it is.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::{DepKind, Op, OpKind, Program};
-use crossmesh_core::reshard::Plan;
+use crossmesh_core::program::{DepKind, Op, OpKind};
 use crossmesh_core::trace::OpSpan;
+use crossmesh_core::verify::VerifiedRank;
 use rustc_hash::FxHashMap;
 
 use super::tags::ByTag;
 use crate::buffer::{OpPlaces, RankBuffers};
 use crate::combine::Combine;
 use crate::error::CommError;
+use crate::memory::lease::{Borrower, Lease};
+use crate::memory::place::Lent;
+use crate::memory::{Busy, Memory, Place};
 
 /// A rank's program with its memory, ready to start.
 #[derive(Debug, Clone)]
@@ -21,7 +25,7 @@ pub struct JobSpec {
     /// Jobs of a higher priority send first.
     pub priority: u32,
     pub chunk_bytes: u64,
-    pub(crate) program: crossmesh_core::program::RankProgram,
+    pub(crate) program: VerifiedRank,
     pub(crate) places: Vec<OpPlaces>,
     pub(crate) tensors: Vec<Tensor>,
 }
@@ -34,63 +38,26 @@ pub struct Tensor {
 }
 
 impl JobSpec {
-    pub fn new(
-        id: u32,
-        plan: &Plan,
-        program: &Program,
-        me: Rank,
-        buffers: &RankBuffers,
-    ) -> Result<Self, CommError> {
-        let places = buffers.places(plan, program, me);
-        let places = places.map_err(|(op, why)| CommError::BadProgram { me, op, why })?;
-        let tensors = plan.problem.reshards.iter().enumerate().map(|(i, r)| tensor(i, r)).collect();
-        let rank = program.ranks[me.index()].clone();
-        Self { id, priority: 0, chunk_bytes: chunk_bytes(program), program: rank, places, tensors }
-            .checked(me)
-    }
-
-    /// A step's program, with a place for every op and a name for every instance of a crossing.
-    pub(crate) fn of_step(
-        id: u32,
-        program: &Program,
-        me: Rank,
-        places: Vec<OpPlaces>,
-        tensors: Vec<Tensor>,
-    ) -> Result<Self, CommError> {
-        let rank = program.ranks[me.index()].clone();
-        Self { id, priority: 0, chunk_bytes: chunk_bytes(program), program: rank, places, tensors }
-            .checked(me)
-    }
-
-    fn checked(self, me: Rank) -> Result<Self, CommError> {
-        for (i, op) in (0..).zip(&self.program.ops) {
-            let sums_up = || self.tensors[op.tensor as usize].combine.is_some();
-            let adds =
-                matches!(op.kind, OpKind::Recv { reduce: true, .. } | OpKind::Copy { reduce: true, .. });
-            if adds && !sums_up() {
-                return Err(CommError::BadProgram { me, op: i, why: "its tensor cannot be added up" });
-            }
-            if self.program.deps(op).iter().any(|d| d.op as usize >= self.program.ops.len()) {
-                return Err(CommError::BadProgram { me, op: i, why: "it waits for an op that is not there" });
-            }
-        }
-        Ok(self)
+    /// A proven program on its buffers.
+    pub fn new(id: u32, buffers: &RankBuffers) -> Result<Self, CommError> {
+        let program = buffers.program().clone();
+        let me = program.id();
+        let cannot =
+            |e: std::io::Error| CommError::System { me, what: "place its ops", cause: e.to_string() };
+        let places = buffers.places().map_err(cannot)?;
+        let whole = program.whole();
+        let tensors = whole.tensors.iter().enumerate().map(|(i, t)| tensor(i, t)).collect();
+        let chunk_bytes = whole.chunk_bytes;
+        Ok(Self { id, priority: 0, chunk_bytes, program, places, tensors })
     }
 }
 
-/// What may be sent in one part. Where nobody forwards what has half arrived, nobody gains by small ones.
-fn chunk_bytes(program: &Program) -> u64 {
-    let streams = program.ranks.iter().any(|rank| rank.deps.iter().any(|dep| dep.kind == DepKind::Stream));
-    if streams { program.chunk_bytes } else { u64::MAX }
-}
-
-fn tensor(index: usize, reshard: &crossmesh_core::reshard::Reshard) -> Tensor {
-    let layout = &reshard.src.layout;
-    let name = match reshard.name.as_str() {
-        "" => format!("{index} ({}{:?})", layout.dtype(), layout.shape()),
+fn tensor(index: usize, tensor: &crossmesh_core::program::Tensor) -> Tensor {
+    let name = match &*tensor.name {
+        "" => format!("{index} ({}{:?})", tensor.dtype, tensor.shape),
         name => name.to_string(),
     };
-    Tensor { name, combine: layout.partial().and_then(|p| Combine::new(layout.dtype(), p.op)) }
+    Tensor { name, combine: tensor.partial.map(|p| Combine::new(tensor.dtype, p.op)) }
 }
 
 /// Whether two sends go to the same peer in the same lane.
@@ -101,6 +68,26 @@ fn in_one_channel(a: &Op, b: &Op) -> bool {
         }
         _ => false,
     }
+}
+
+/// All memory of some places, for one engine.
+fn leases(places: &[OpPlaces], borrower: Borrower) -> Result<Vec<Lease>, Busy> {
+    let mut known: Vec<&Arc<Memory>> = vec![];
+    for place in places.iter().flat_map(|p| [&p.from, &p.into]).flatten() {
+        // Most ops are where the op before them was.
+        if !known.iter().rev().any(|memory| Arc::ptr_eq(memory, &place.memory)) {
+            known.push(&place.memory);
+        }
+    }
+    known.into_iter().map(|memory| Lease::new(memory, borrower)).collect()
+}
+
+/// A place of a job under way. What a pass or a peer has of it meanwhile, the program says: it was verified.
+#[expect(unsafe_code, reason = "the engine has what its jobs lease")]
+fn lent(place: &Place) -> &Lent {
+    // SAFETY: the job has a lease of the memory, so that no other engine and no owner touches it; and an engine is driven by
+    // one thread at a time. The lease is given up when all messages have arrived, or with the engine's links.
+    unsafe { Lent::of(place) }
 }
 
 /// How far an op is.
@@ -137,6 +124,8 @@ pub(crate) struct Channel {
 
 pub(crate) struct Job {
     pub spec: JobSpec,
+    /// Of all memory that it moves.
+    pub leases: Vec<Lease>,
     pub ops: Vec<Progress>,
     /// The ops that wait for op `i` to end: `dependents[starts[i]..starts[i + 1]]`.
     starts: Vec<u32>,
@@ -149,6 +138,8 @@ pub(crate) struct Job {
     pub send_by_tag: ByTag,
     pub recv_by_tag: ByTag,
     pub left: usize,
+    /// By peer: ops with it that have not ended.
+    left_with: FxHashMap<Rank, u32>,
     pub started_ns: u64,
     pub moved_ns: u64,
     pub bytes_sent: u64,
@@ -161,9 +152,13 @@ impl Job {
         now_ns: u64,
         link_of: impl Fn(Rank) -> Option<usize>,
         me: Rank,
+        borrower: Borrower,
     ) -> Result<Self, CommError> {
         let len = spec.program.ops.len();
+        let leases = leases(&spec.places, borrower);
+        let in_use = |e: Busy| CommError::System { me, what: "start a program", cause: e.to_string() };
         let mut job = Self {
+            leases: leases.map_err(in_use)?,
             ops: vec![Progress::default(); len],
             starts: vec![],
             dependents: vec![],
@@ -173,6 +168,7 @@ impl Job {
             send_by_tag: ByTag::new(&[]),
             recv_by_tag: ByTag::new(&[]),
             left: len,
+            left_with: FxHashMap::default(),
             started_ns: now_ns,
             moved_ns: now_ns,
             bytes_sent: 0,
@@ -186,6 +182,16 @@ impl Job {
 
     pub fn op(&self, op: u32) -> &Op {
         &self.spec.program.ops[op as usize]
+    }
+
+    /// Where an op reads.
+    pub fn source(&self, op: u32) -> Option<&Lent> {
+        self.spec.places[op as usize].from.as_ref().map(lent)
+    }
+
+    /// Where it writes.
+    pub fn target(&self, op: u32) -> Option<&Lent> {
+        self.spec.places[op as usize].into.as_ref().map(lent)
     }
 
     /// Where a send stands in line.
@@ -257,8 +263,24 @@ impl Job {
                 OpKind::Copy { .. } | OpKind::Compute { .. } => {}
             }
         }
+        for op in 0..self.ops.len() as u32 {
+            if let Some(peer) = self.peer_of(op) {
+                *self.left_with.entry(peer).or_default() += 1;
+            }
+        }
         (self.send_by_tag, self.recv_by_tag) = (ByTag::new(&sends), ByTag::new(&recvs));
         Ok(())
+    }
+
+    /// A peer has a place for a message of ours: which op that is, or why there is no such message.
+    pub fn note_ready(&mut self, peer: Rank, tag: u32) -> Result<u32, &'static str> {
+        let op = self.send_by_tag.get(tag).filter(|op| self.peer_of(*op) == Some(peer));
+        let op = op.ok_or("no such message is for the rank that announces it")?;
+        let progress = &mut self.ops[op as usize];
+        match std::mem::replace(&mut progress.peer_ready, true) {
+            false => Ok(op),
+            true => Err("it was announced before"),
+        }
     }
 
     /// How far the send at the head of a channel may go now; none if it may not go on.
@@ -310,6 +332,24 @@ impl Job {
         let recvs = self.recv_by_tag.ops().into_iter();
         let sent = (0..self.ops.len() as u32).filter(|op| self.ops[*op as usize].issued_all);
         recvs.chain(heads).chain(sent).filter(waiting).min_by_key(|op| (self.ops[*op as usize].ready_ns, *op))
+    }
+
+    /// Takes note that an op has ended.
+    pub fn count_down(&mut self, op: u32) {
+        self.left -= 1;
+        if let Some(left) = self.peer_of(op).and_then(|peer| self.left_with.get_mut(&peer)) {
+            *left -= 1;
+        }
+    }
+
+    /// Whoever it has something to do with.
+    pub fn peers(&self) -> impl Iterator<Item = Rank> {
+        self.left_with.keys().copied()
+    }
+
+    /// Whether there is anything left to do with a peer.
+    pub fn goes_on_with(&self, peer: Rank) -> bool {
+        self.left_with.get(&peer).is_some_and(|left| *left > 0)
     }
 
     /// The first op with a peer that has not ended, whatever it waits for.

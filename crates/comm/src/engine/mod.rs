@@ -8,8 +8,8 @@
 //!        +--> what arrived, what was sent -> ops end -> ops become ready
 //! ```
 //!
-//! Nothing is polled in vain: the loop sleeps until a link has news, or a heartbeat or deadline is due. Only links that
-//! nothing wakes are asked again and again, the less often the longer they are silent.
+//! Nothing is polled in vain: the loop sleeps until a link or another thread has news ([`crate::wake`]), or a heartbeat or
+//! deadline is due. Only links that nothing wakes are asked again and again, the less often the longer they are silent.
 //! A message starts when its receiver has said that there is a place for it; receivers say so as early as they can,
 //! for all receives at once, so that nobody pays a round trip per message.
 
@@ -38,7 +38,10 @@ use crate::clock::Clock;
 use crate::device::{Device, DeviceError};
 use crate::error::CommError;
 use crate::flight::FlightRecord;
+use crate::memory::lease::{Borrower, Lease};
 use crate::transport::{Control, Event, Expected, Link, LinkError, Message};
+use crate::wake::{Sleeper, Waker};
+use crate::wire::{Kind, WireError};
 pub(crate) use job::Job;
 use sends::InLine;
 
@@ -49,8 +52,9 @@ const START_STEP: usize = 1024;
 /// Messages announced for jobs that have not started here yet; a peer that announces more is out of its mind.
 const MAX_EARLY_TAGS: usize = 1 << 22;
 
-/// What the poller calls the device.
+/// What the poller calls the device, and what other threads wake us by.
 const DEVICE: u64 = u64::MAX;
+const WAKER: u64 = u64::MAX - 1;
 
 const NO_EVENT: epoll::Event =
     epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
@@ -87,6 +91,16 @@ pub struct JobReport {
     pub bytes_received: u64,
 }
 
+/// How long a step may sleep.
+#[derive(Debug, Clone, Copy)]
+enum Until {
+    Now,
+    /// Anything that whoever drives the engine has to look at.
+    News,
+    /// The job has ended, and everything has been said.
+    Over(Handle),
+}
+
 struct Peer {
     rank: Rank,
     link: Box<dyn Link>,
@@ -96,8 +110,17 @@ struct Peer {
     parked: Vec<(u32, u32)>,
     /// Receives to be announced, by job.
     announce: Vec<(u32, u32)>,
+    /// Whether it stands in the list of those that have something to be flushed, and of those that have work.
+    touched: bool,
+    works: bool,
     heard_ns: u64,
     waits_for: Option<Rank>,
+    /// When we last gave a sign of life, how much had gone to it by then, and whom we said we wait for.
+    told_ns: u64,
+    told_bytes: Option<u64>,
+    told_wait: Option<Rank>,
+    /// How many messages it has announced for jobs that have not started here.
+    early: usize,
     said_bye: bool,
     /// We said that nothing more comes.
     shut: bool,
@@ -106,13 +129,27 @@ struct Peer {
 
 pub struct Engine {
     me: Rank,
+    /// How many ranks there are, as far as is known.
+    world: u32,
     peers: Vec<Peer>,
+    index_of: FxHashMap<Rank, usize>,
+    /// Peers with something to say that was not flushed, with work that needs no waiting, and those that nothing wakes: a
+    /// step looks at these, and at whoever woke it, however many peers there are.
+    touched: Vec<usize>,
+    working: Vec<usize>,
+    asked: Vec<usize>,
+    /// Peers whose links wait for room to write.
+    unwritten: usize,
     poller: OwnedFd,
     clock: Box<dyn Clock>,
     options: EngineOptions,
+    /// As the memories of its jobs know it.
+    borrower: Borrower,
     jobs: BTreeMap<u32, Job>,
+    /// Memory of jobs that failed: their links may still have it.
+    unsettled: Vec<Lease>,
     /// Announcements for jobs that have not started here.
-    early: FxHashMap<u32, Vec<u32>>,
+    early: FxHashMap<u32, Vec<(Rank, u32)>>,
     early_tags: usize,
     line: BinaryHeap<InLine>,
     virtual_time: f64,
@@ -123,6 +160,7 @@ pub struct Engine {
     /// Passes that can be computed; the first one is under way if `computing`.
     passes: VecDeque<(u32, u32)>,
     computing: bool,
+    sleeper: Sleeper,
     events: Vec<Event>,
     /// Bytes sent and received by jobs that are over.
     traffic: (u64, u64),
@@ -141,6 +179,11 @@ impl Engine {
     ) -> Result<Self, CommError> {
         let system = |what| move |e: Errno| CommError::System { me, what, cause: e.to_string() };
         let poller = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("create a poller"))?;
+        let sleeper = Sleeper::new().map_err(system("make an event counter"))?;
+        let data = epoll::EventData::new_u64(WAKER);
+        let woken = epoll::add(&poller, sleeper.fd(), data, epoll::EventFlags::IN);
+        woken.map_err(system("watch its event counter"))?;
+        options.interrupt.wakes(sleeper.waker());
         let now = clock.now_ns();
         let asking = asking::Asking::new(links.iter().any(|(_, link)| link.fd().is_none()));
         let mut peers = vec![];
@@ -155,20 +198,36 @@ impl Engine {
                 watches_write: false,
                 parked: vec![],
                 announce: vec![],
+                // A new link has a greeting to send.
+                touched: true,
+                works: false,
                 heard_ns: now,
                 waits_for: None,
+                told_ns: now,
+                told_bytes: None,
+                told_wait: None,
+                early: 0,
                 said_bye: false,
                 shut: false,
                 lost: false,
             });
         }
+        let ranks = peers.iter().map(|p| p.rank.0 + 1).chain([me.0 + 1, options.hosts.len() as u32]);
         Ok(Self {
             me,
+            world: ranks.max().unwrap_or(0),
+            index_of: peers.iter().enumerate().map(|(i, p)| (p.rank, i)).collect(),
+            touched: (0..peers.len()).collect(),
+            working: vec![],
+            asked: (0..peers.len()).filter(|i| peers[*i].link.fd().is_none()).collect(),
+            unwritten: 0,
             peers,
             poller,
             clock,
             options,
+            borrower: Borrower::new(),
             jobs: BTreeMap::new(),
+            unsettled: vec![],
             early: FxHashMap::default(),
             early_tags: 0,
             line: BinaryHeap::new(),
@@ -178,6 +237,7 @@ impl Engine {
             device: None,
             passes: VecDeque::new(),
             computing: false,
+            sleeper,
             events: vec![],
             traffic: (0, 0),
             asking,
@@ -190,8 +250,8 @@ impl Engine {
     /// Gives the rank something to compute with. Without it, a program with passes fails.
     pub fn set_device(&mut self, device: Box<dyn Device>) -> Result<(), CommError> {
         let data = epoll::EventData::new_u64(DEVICE);
-        let added = epoll::add(&self.poller, device.fd(), data, epoll::EventFlags::IN);
-        added.map_err(|e| CommError::System {
+        let watch = |fd| epoll::add(&self.poller, fd, data, epoll::EventFlags::IN);
+        device.fd().map_or(Ok(()), watch).map_err(|e| CommError::System {
             me: self.me,
             what: "watch its device",
             cause: e.to_string(),
@@ -200,22 +260,35 @@ impl Engine {
         Ok(())
     }
 
+    pub fn rank(&self) -> Rank {
+        self.me
+    }
+
+    /// Wakes the engine from other threads: its device's, and those that have calls for whoever drives it.
+    pub fn waker(&self) -> Waker {
+        self.sleeper.waker()
+    }
+
     /// Starts a program. It moves on whenever a job is tested or waited for.
     pub fn start(&mut self, spec: JobSpec) -> Result<Handle, CommError> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
         let (id, now) = (spec.id, self.clock.now_ns());
-        if self.jobs.is_empty() {
-            self.peers.iter_mut().for_each(|p| p.heard_ns = now);
+        let link_of = |rank: Rank| self.index_of.get(&rank).copied().filter(|i| !self.peers[*i].lost);
+        let mut job = Job::new(spec, now, link_of, self.me, self.borrower)?;
+        // Nobody who had nothing to do with us was silent.
+        for peer in job.peers().filter(|peer| !self.jobs.values().any(|other| other.goes_on_with(*peer))) {
+            self.peers[self.index_of[&peer]].heard_ns = now;
         }
-        let link_of = |rank: Rank| self.peers.iter().position(|p| p.rank == rank && !p.lost);
-        let mut job = Job::new(spec, now, link_of, self.me)?;
         let early = self.early.remove(&id).unwrap_or_default();
         self.early_tags -= early.len();
-        for tag in early {
-            if let Some(op) = job.send_by_tag.get(tag) {
-                job.ops[op as usize].peer_ready = true;
+        for (peer, tag) in early {
+            self.peers[self.index_of[&peer]].early -= 1;
+            if let Err(why) = job.note_ready(peer, tag) {
+                let cause = WireError::Unexpected { kind: Kind::Ready, job: id, tag, why };
+                let error = self.nonsense(peer, cause);
+                return Err(self.give_up(error));
             }
         }
         let ready: Vec<u32> = (0..).zip(&job.ops).filter(|(_, p)| p.waits == 0).map(|(i, _)| i).collect();
@@ -229,7 +302,7 @@ impl Engine {
 
     /// Moves what can be moved without waiting, and says whether the job has ended.
     pub fn test(&mut self, handle: Handle) -> Result<bool, CommError> {
-        self.step(false)?;
+        self.step(Until::Now)?;
         Ok(self.has_ended(handle))
     }
 
@@ -239,9 +312,12 @@ impl Engine {
         jobs.fold(self.traffic, |(out, into), job| (out + job.bytes_sent, into + job.bytes_received))
     }
 
-    /// Waits until something has happened, at most for a heartbeat, and moves what can be moved.
+    /// Waits until something has happened, at most for a heartbeat, and moves what can be moved. Whoever calls this again and
+    /// again looks in between at what [`Engine::waker`] may have woken it for, and at jobs that may have ended.
     pub fn turn(&mut self) -> Result<(), CommError> {
-        self.step(true)
+        let result = self.step(Until::News);
+        self.sleeper.tell();
+        result
     }
 
     /// Whether the job has ended, without moving anything.
@@ -249,21 +325,49 @@ impl Engine {
         self.jobs.get(&handle.0).is_none_or(|job| job.left == 0)
     }
 
-    /// Runs until the job has ended.
+    /// Runs until the job has ended, and everything that peers wait for has been said.
     pub fn wait(&mut self, handle: Handle) -> Result<JobReport, CommError> {
-        loop {
-            let unfinished = self.jobs.get(&handle.0).is_some_and(|j| j.left > 0);
-            // Peers may still wait for words of ours.
-            let unsaid = self.peers.iter().any(|p| !p.lost && p.link.wants_write());
-            if !unfinished && !unsaid {
-                break;
-            }
-            self.step(true)?;
+        while !self.is_over(handle) {
+            self.step(Until::Over(handle))?;
         }
+        Ok(self.remove(handle))
+    }
+
+    /// The report of a job that has ended, at once; for whoever goes on to drive the engine.
+    pub fn finish(&mut self, handle: Handle) -> Option<JobReport> {
+        self.has_ended(handle).then(|| self.remove(handle))
+    }
+
+    fn is_over(&self, handle: Handle) -> bool {
+        self.has_ended(handle) && !self.has_unsaid()
+    }
+
+    /// Whether peers may still wait for words of ours.
+    fn has_unsaid(&self) -> bool {
+        let wants = |peer: &usize| !self.peers[*peer].lost && self.peers[*peer].link.wants_write();
+        self.unwritten > 0 || self.touched.iter().chain(&self.asked).any(wants)
+    }
+
+    /// The peer's link has something to be flushed.
+    fn touch(&mut self, peer: usize) {
+        if !std::mem::replace(&mut self.peers[peer].touched, true) {
+            self.touched.push(peer);
+        }
+    }
+
+    /// After anything was done with a link: whether it goes on without waiting.
+    fn note_work(&mut self, peer: usize) {
+        let p = &mut self.peers[peer];
+        if !p.lost && p.link.has_work() && !std::mem::replace(&mut p.works, true) {
+            self.working.push(peer);
+        }
+    }
+
+    fn remove(&mut self, handle: Handle) -> JobReport {
         let report = self.jobs.remove(&handle.0).map(|job| report(&job)).unwrap_or_default();
         self.traffic.0 += report.bytes_sent;
         self.traffic.1 += report.bytes_received;
-        Ok(report)
+        report
     }
 
     /// The most that the kernel may hold for us in connections.
@@ -276,24 +380,26 @@ impl Engine {
         self.last_flight.as_ref()
     }
 
-    fn step(&mut self, may_wait: bool) -> Result<(), CommError> {
+    fn step(&mut self, until: Until) -> Result<(), CommError> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let result = self.try_step(may_wait);
+        let result = self.try_step(until);
         result.map_err(|error| self.give_up(error))
     }
 
-    fn try_step(&mut self, may_wait: bool) -> Result<(), CommError> {
+    fn try_step(&mut self, until: Until) -> Result<(), CommError> {
         self.compute()?;
         self.copy_some();
-        self.announce();
         self.pump_sends()?;
         let can_compute = !self.computing && !self.passes.is_empty();
-        let busy = self.peers.iter().any(|p| p.link.has_work()) || !self.copies.is_empty() || can_compute;
-        let ended =
-            self.jobs.values().any(|j| j.left == 0) && !self.peers.iter().any(|p| p.link.wants_write());
-        self.poll(may_wait && !busy && !ended)?;
+        let busy = !self.working.is_empty() || !self.copies.is_empty() || can_compute;
+        let may_wait = match until {
+            Until::Now => false,
+            Until::News => self.sleeper.may_sleep(),
+            Until::Over(handle) => !self.is_over(handle),
+        };
+        self.poll(may_wait && !busy)?;
         self.watch_peers()
     }
 
@@ -304,18 +410,24 @@ impl Engine {
         let timeout =
             Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
         let mut buffer = [NO_EVENT; 64];
-        let mut turn: Vec<usize> = match epoll::wait(&self.poller, &mut buffer, Some(&timeout)) {
-            Ok(count) => buffer[..count].iter().map(|e| e.data.u64() as usize).collect(),
+        let woken: Vec<u64> = match epoll::wait(&self.poller, &mut buffer, Some(&timeout)) {
+            Ok(count) => buffer[..count].iter().map(|e| e.data.u64()).collect(),
             Err(Errno::INTR) => vec![],
             Err(e) => {
                 return Err(CommError::System { me: self.me, what: "wait", cause: e.to_string() });
             }
         };
-        let asks = |p: &Peer| p.link.has_work() || (p.link.fd().is_none() && !p.lost);
-        turn.extend((0..self.peers.len()).filter(|&i| asks(&self.peers[i])));
+        if woken.contains(&WAKER) {
+            self.sleeper.woke();
+        }
+        // The device's descriptor says what the next step looks at anyway.
+        let links = woken.into_iter().filter(|who| *who < WAKER).map(|peer| peer as usize);
+        let working = std::mem::take(&mut self.working);
+        working.iter().for_each(|peer| self.peers[*peer].works = false);
+        let mut turn: Vec<usize> = links.chain(working).chain(self.asked.iter().copied()).collect();
         turn.sort_unstable();
         turn.dedup();
-        for peer in turn.into_iter().filter(|turn| *turn as u64 != DEVICE) {
+        for peer in turn {
             self.progress(peer)?;
         }
         Ok(())
@@ -345,6 +457,7 @@ impl Engine {
         self.events = events;
         taken?;
         self.wake_parked(peer);
+        self.note_work(peer);
         match result {
             Ok(()) => self.watch_write(peer),
             Err(error) => self.on_lost(peer, error),
@@ -359,30 +472,50 @@ impl Engine {
         let now = self.clock.now_ns();
         for event in events.drain(..) {
             match event {
-                Event::Ready { job, tags } => self.on_ready(job, tags)?,
+                Event::Ready { job, tags } => self.on_ready(self.peers[peer].rank, job, &tags)?,
                 Event::Arrived { message, upto } => self.on_arrived(message, upto, now),
                 Event::Sent { message, upto } => self.on_sent(message, upto, now),
-                Event::Beat { waits_for } => self.peers[peer].waits_for = waits_for,
+                Event::Beat { waits_for } => {
+                    self.check_rank(peer, Kind::Beat, waits_for)?;
+                    self.peers[peer].waits_for = waits_for;
+                }
                 Event::Bye => self.peers[peer].said_bye = true,
-                Event::Abort { culprit, reason } => return Err(self.aborted(culprit, reason)),
+                Event::Abort { culprit, reason } => {
+                    self.check_rank(peer, Kind::Abort, Some(culprit))?;
+                    return Err(self.aborted(culprit, reason));
+                }
             }
         }
         Ok(())
     }
 
-    fn on_ready(&mut self, id: u32, tags: Vec<u32>) -> Result<(), CommError> {
+    /// A rank that a peer speaks of has to be one.
+    fn check_rank(&self, peer: usize, kind: Kind, rank: Option<Rank>) -> Result<(), CommError> {
+        let Some(rank) = rank.filter(|rank| rank.0 >= self.world) else { return Ok(()) };
+        let cause = WireError::Unexpected { kind, job: 0, tag: rank.0, why: "there is no such rank" };
+        Err(self.nonsense(self.peers[peer].rank, cause))
+    }
+
+    fn on_ready(&mut self, peer: Rank, id: u32, tags: &[u32]) -> Result<(), CommError> {
         let Some(job) = self.jobs.get_mut(&id) else {
             self.early_tags += tags.len();
             if self.early_tags > MAX_EARLY_TAGS {
                 let cause = "peers announce more messages than any program has".into();
                 return Err(CommError::System { me: self.me, what: "keep announcements", cause });
             }
-            self.early.entry(id).or_default().extend(tags);
+            self.early.entry(id).or_default().extend(tags.iter().map(|tag| (peer, *tag)));
+            self.peers[self.index_of[&peer]].early += tags.len();
             return Ok(());
         };
-        let ops: Vec<u32> = tags.iter().filter_map(|tag| job.send_by_tag.get(*tag)).collect();
-        for op in &ops {
-            job.ops[*op as usize].peer_ready = true;
+        let mut ops = Vec::with_capacity(tags.len());
+        for tag in tags {
+            match job.note_ready(peer, *tag) {
+                Ok(op) => ops.push(op),
+                Err(why) => {
+                    let cause = WireError::Unexpected { kind: Kind::Ready, job: id, tag: *tag, why };
+                    return Err(self.nonsense(peer, cause));
+                }
+            }
         }
         for op in ops {
             self.wake_sender(id, op);
@@ -416,7 +549,10 @@ impl Engine {
     /// An op has ended: whoever waited for the last of its dependencies becomes ready.
     fn end(&mut self, id: u32, op: u32, now: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        job.left -= 1;
+        job.count_down(op);
+        if job.left == 0 {
+            self.sleeper.note();
+        }
         let mut ready = vec![];
         for place in job.dependents(op) {
             let dependent = job.dependent(place);
@@ -443,27 +579,26 @@ impl Engine {
             OpKind::Copy { .. } => self.copies.push_back((id, op)),
             OpKind::Compute { .. } => self.passes.push_back((id, op)),
             OpKind::Recv { from, tag, reduce, .. } => {
-                let place = job.spec.places[op as usize].into.clone().expect("receives have a place");
+                let place = job.target(op).cloned().expect("receives have a place");
                 let tensor = &job.spec.tensors[job.op(op).tensor as usize];
                 let combine = tensor.combine.filter(|_| reduce);
                 let expected = Expected { place, bytes: job.op(op).bytes, combine };
-                let peer = self.peers.iter_mut().find(|p| p.rank == from).expect("checked at the start");
-                peer.link.expect(Message { job: id, tag }, expected);
-                peer.announce.push((id, tag));
+                let peer = self.index_of[&from];
+                self.peers[peer].link.expect(Message { job: id, tag }, expected);
+                self.peers[peer].announce.push((id, tag));
+                self.touch(peer);
             }
         }
     }
 
-    fn announce(&mut self) {
-        for peer in self.peers.iter_mut().filter(|p| !p.announce.is_empty()) {
-            let mut announced = std::mem::take(&mut peer.announce);
-            for same_job in announced.chunk_by(|a, b| a.0 == b.0) {
-                let tags: Vec<u32> = same_job.iter().map(|(_, tag)| *tag).collect();
-                peer.link.announce(same_job[0].0, &tags);
-            }
-            announced.clear();
-            peer.announce = announced;
+    /// Tells a peer what there is a place for.
+    fn announce(&mut self, peer: usize) {
+        let peer = &mut self.peers[peer];
+        for same_job in peer.announce.chunk_by(|a, b| a.0 == b.0) {
+            let tags: Vec<u32> = same_job.iter().map(|(_, tag)| *tag).collect();
+            peer.link.announce(same_job[0].0, &tags);
         }
+        peer.announce.clear();
     }
 
     /// Takes note of a pass that has ended, and starts the next.
@@ -486,7 +621,7 @@ impl Engine {
                 self.passes.pop_front();
                 note_progress(job, op, 0, now);
                 self.end(id, op, now);
-            } else if let OpKind::Compute { pass, nanos } = job.op(op).kind {
+            } else if let OpKind::Compute { pass, nanos, .. } = job.op(op).kind {
                 job.ops[op as usize].started_ns = now;
                 self.computing = true;
                 let begun = device.begin(pass, nanos);
@@ -514,8 +649,7 @@ impl Engine {
             let bytes = job.op(op).bytes;
             // Never half an element.
             let part = self.copied..(self.copied + budget).next_multiple_of(64).min(bytes);
-            let places = &job.spec.places[op as usize];
-            if let (Some(from), Some(into)) = (&places.from, &places.into) {
+            if let (Some(from), Some(into)) = (job.source(op), job.target(op)) {
                 let adds = matches!(job.op(op).kind, OpKind::Copy { reduce: true, .. });
                 let combine = job.spec.tensors[job.op(op).tensor as usize].combine.filter(|_| adds);
                 into.copy_from(from, part.clone(), combine);
@@ -564,11 +698,16 @@ impl Engine {
     fn watch_write(&mut self, peer: usize) -> Result<(), CommError> {
         let p = &mut self.peers[peer];
         let wants = p.link.wants_write();
-        if wants == p.watches_write {
+        if wants == p.watches_write || p.lost {
             return Ok(());
         }
         let Some(fd) = p.link.fd() else { return Ok(()) };
         p.watches_write = wants;
+        if wants {
+            self.unwritten += 1
+        } else {
+            self.unwritten -= 1
+        }
         let flags =
             if wants { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
         let data = epoll::EventData::new_u64(peer as u64);
@@ -587,6 +726,7 @@ impl Engine {
         taken?;
         // Whoever waits for room has to hear of it here: if nothing is left to write, no event will tell.
         self.wake_parked(peer);
+        self.note_work(peer);
         match result {
             Ok(()) => self.watch_write(peer),
             Err(error) => self.on_lost(peer, error),
@@ -605,6 +745,9 @@ impl Engine {
     fn forget(&mut self, peer: usize) {
         let p = &mut self.peers[peer];
         p.lost = true;
+        if std::mem::replace(&mut p.watches_write, false) {
+            self.unwritten -= 1;
+        }
         if p.said_bye {
             p.link.control(Control::Bye);
             let _gone = p.link.flush(&mut vec![]);

@@ -66,22 +66,24 @@ impl Engine {
         }
     }
 
-    /// Sends until nobody is in line, or all links are full.
+    /// Sends until nobody is in line, or all links are full; and says what there is to say.
     pub(super) fn pump_sends(&mut self) -> Result<(), CommError> {
         loop {
             while let Some(first) = self.line.pop() {
                 self.send_part(first)?;
             }
-            self.announce();
-            for peer in 0..self.peers.len() {
+            // What a flush brings may have to be announced, also to peers that had their turn.
+            let touched = std::mem::take(&mut self.touched);
+            if touched.is_empty() {
+                return Ok(());
+            }
+            for peer in touched {
+                self.peers[peer].touched = false;
+                self.announce(peer);
                 let p = &self.peers[peer];
                 if p.link.has_work() || (p.link.wants_write() && !p.watches_write) {
                     self.flush(peer)?;
                 }
-            }
-            // What a flush brings may have to be announced, also to peers that had their turn.
-            if self.line.is_empty() && self.peers.iter().all(|p| p.lost || p.announce.is_empty()) {
-                return Ok(());
             }
         }
     }
@@ -101,6 +103,7 @@ impl Engine {
             }
         }
         self.issue(id, channel, op, upto);
+        self.touch(peer);
         self.wake_channel(id, channel);
         Ok(())
     }
@@ -119,7 +122,7 @@ impl Engine {
         let end = upto.min(start + link.part_bytes(job.spec.chunk_bytes));
         progress.issued = end;
         progress.issued_all = end == bytes;
-        let place = job.spec.places[op as usize].from.as_ref().expect("sends have a place");
+        let place = job.source(op).expect("sends have a place");
         link.send(Message { job: id, tag }, start..end, place);
         let c = &mut job.channels[channel as usize];
         c.pass += (end - start) as f64 / weight.max(1) as f64;

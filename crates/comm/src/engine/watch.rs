@@ -1,7 +1,8 @@
 //! Who is alive, who is to blame.
 //!
 //! Every rank tells its peers a few times a second that it lives, and for whom it waits; following those words leads to
-//! the rank that keeps everybody waiting:
+//! the rank that keeps everybody waiting. Bytes that flow say as much as such a beat, and peers that have nothing to do with
+//! each other, while nobody waits, hear of each other every two seconds only:
 //!
 //! ```text
 //! r3 waits for r2, r2 waits for r1, r1 is silent          all of them name r1
@@ -12,7 +13,7 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crossmesh_core::id::Rank;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
@@ -21,9 +22,13 @@ use super::{Engine, NO_EVENT};
 use crate::error::CommError;
 use crate::flight::{FlightRecord, JobRecord, PeerRecord, PeerState, Wait};
 use crate::transport::{Control, Event, LinkError};
+use crate::wake::Waker;
+use crate::wire::WireError;
 
 /// Between two signs of life.
 const BEAT_NS: u64 = 200_000_000;
+/// The same to a peer that neither of us waits for.
+const IDLE_BEAT_NS: u64 = 10 * BEAT_NS;
 /// A lost peer may have been the victim of another: news of that gets this long to come.
 const GRACE_NS: u64 = 250_000_000;
 /// How long a rank that gave up goes on telling the others; less where they have been told.
@@ -48,17 +53,30 @@ pub struct Interrupt(Arc<Words>);
 struct Words {
     culprit: OnceLock<(Rank, String, String)>,
     suspect: OnceLock<(Rank, String)>,
+    /// Of the engines that listen.
+    wakers: Mutex<Vec<Waker>>,
 }
 
 impl Interrupt {
     /// Everybody has been told: the culprit, its host, and what it did.
     pub fn raise(&self, culprit: Rank, host: &str, reason: &str) {
         let _earlier = self.0.culprit.set((culprit, host.into(), reason.into()));
+        self.wake_all();
     }
 
     /// A rank seems to be gone, and why. Whoever still needs it gives up.
     pub fn suspect(&self, rank: Rank, why: &str) {
         let _earlier = self.0.suspect.set((rank, why.into()));
+        self.wake_all();
+    }
+
+    /// Words that come from now on wake this engine.
+    pub(super) fn wakes(&self, waker: Waker) {
+        self.0.wakers.lock().unwrap_or_else(PoisonError::into_inner).push(waker);
+    }
+
+    fn wake_all(&self) {
+        self.0.wakers.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(Waker::wake);
     }
 }
 
@@ -101,17 +119,40 @@ impl Engine {
             // A rank that computes is at work, however long it takes.
             self.jobs.values_mut().for_each(|job| job.moved_ns = now);
         }
-        let waits_for = self.blamed(now, 2 * BEAT_NS).map(|(_, culprit)| culprit);
-        for peer in self.peers.iter_mut().filter(|p| !p.lost) {
-            // Bytes on their way are a sign of life too.
-            if !peer.link.wants_write() {
-                peer.link.control(Control::Beat { waits_for });
+        // What trickles in is a sign of life, too.
+        for peer in 0..self.peers.len() {
+            if self.peers[peer].link.gathers() {
+                self.progress(peer)?;
             }
         }
+        let waits_for = self.blamed(now, 2 * BEAT_NS).map(|(_, culprit)| culprit);
         for peer in 0..self.peers.len() {
-            self.flush(peer)?;
+            if self.owes_beat(peer, waits_for, now) {
+                let p = &mut self.peers[peer];
+                p.link.control(Control::Beat { waits_for });
+                (p.told_ns, p.told_wait) = (now, waits_for);
+                self.flush(peer)?;
+                self.peers[peer].told_bytes = self.peers[peer].link.said();
+            }
         }
         self.check_deadlines(now)
+    }
+
+    /// Whether a peer has to be told that we live. Bytes that went to it tell it too, and those that are on their way will.
+    fn owes_beat(&mut self, peer: usize, waits_for: Option<Rank>, now: u64) -> bool {
+        let p = &mut self.peers[peer];
+        if p.lost || p.link.wants_write() {
+            return false;
+        }
+        let said = p.link.said();
+        if said.is_some() && said != p.told_bytes && waits_for == p.told_wait {
+            (p.told_ns, p.told_bytes) = (now, said);
+            return false;
+        }
+        // Who waits, for whomever, wants to know who lives.
+        let eager = waits_for.is_some() || waits_for != p.told_wait || p.waits_for.is_some() || p.early > 0;
+        let (rank, idle_ns) = (p.rank, now.saturating_sub(p.told_ns));
+        eager || idle_ns + BEAT_NS > IDLE_BEAT_NS || self.jobs.values().any(|job| job.goes_on_with(rank))
     }
 
     fn heed_interrupts(&self) -> Result<(), CommError> {
@@ -121,7 +162,7 @@ impl Engine {
             return Err(CommError::Interrupted { me, culprit: *culprit, host, reason });
         }
         let Some((suspect, why)) = words.suspect.get() else { return Ok(()) };
-        if !self.jobs.values().any(|job| job.next_with(*suspect).is_some()) {
+        if !self.jobs.values().any(|job| job.goes_on_with(*suspect)) {
             return Ok(());
         }
         let (op, tensor, bytes) = self.outstanding(*suspect);
@@ -171,7 +212,7 @@ impl Engine {
             return Some((silent.rank, silent.rank));
         }
         let peer = job.peer_of(job.oldest_wait(None)?)?;
-        let known = self.peers.iter().find(|p| p.rank == peer)?;
+        let known = &self.peers[*self.index_of.get(&peer)?];
         let further = known.waits_for.filter(|r| *r != self.me);
         match further {
             None if still(job) <= BUSY_PATIENCE * patience_ns => None,
@@ -217,10 +258,7 @@ impl Engine {
         let (me, host) = (self.me, self.host(rank));
         let (op, tensor, bytes) = self.outstanding(rank);
         let error = match error {
-            LinkError::Wire(cause) => {
-                let cause = Box::new(cause);
-                return Err(CommError::Protocol { me, peer: rank, host, op, tensor, bytes, cause });
-            }
+            LinkError::Wire(cause) => return Err(self.nonsense(rank, cause)),
             LinkError::Io(error) if is_broken_here(&error, self.peers[peer].link.fd()) => {
                 return Err(CommError::BrokenHere { me, peer: rank, op, tensor, bytes });
             }
@@ -231,6 +269,13 @@ impl Engine {
         let at = self.clock.now_ns() + GRACE_NS;
         self.watch.suspicion.get_or_insert((error, at));
         Ok(())
+    }
+
+    /// What a peer said cannot be.
+    pub(super) fn nonsense(&self, peer: Rank, cause: WireError) -> CommError {
+        let (op, tensor, bytes) = self.outstanding(peer);
+        let (me, host, cause) = (self.me, self.host(peer), Box::new(cause));
+        CommError::Protocol { me, peer, host, op, tensor, bytes, cause }
     }
 
     pub(super) fn aborted(&self, culprit: Rank, reason: String) -> CommError {
@@ -253,7 +298,8 @@ impl Engine {
             // Before anything more is read: what comes from a peer that talks nonsense ends its connection.
             let _unheard = peer.link.flush(&mut vec![]);
         }
-        self.jobs.clear();
+        let jobs = std::mem::take(&mut self.jobs);
+        self.unsettled.extend(jobs.into_values().flat_map(|job| job.leases));
         self.linger(linger_ns, |p| p.rank == culprit);
         self.failed = Some(error.clone());
         error

@@ -6,7 +6,7 @@
 //! ```
 
 use std::collections::VecDeque;
-use std::io::IoSliceMut;
+use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -16,6 +16,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 
 use super::outbox::MIN_DIRECT_RUN;
 use super::{Expected, LinkError, Message};
+use crate::checksum;
 use crate::wire::{HEADER_BYTES, Header, Kind, WireError};
 
 const AHEAD_BYTES: usize = 64 << 10;
@@ -24,6 +25,8 @@ const MIN_DIRECT: u64 = 16 << 10;
 /// What is read ahead behind a long payload: enough for the next header and a few control frames.
 const TAIL_BYTES: usize = 4 << 10;
 const MAX_SLICES: usize = 512;
+/// Descriptors that came before their frame was read.
+const MAX_DESCRIPTORS: usize = 64;
 
 /// A message that is arriving.
 pub struct Arriving {
@@ -66,6 +69,8 @@ pub struct Inbox {
     end: usize,
     incoming: Option<Incoming>,
     pub descriptors: VecDeque<OwnedFd>,
+    /// The first frame was a greeting.
+    pub greeted: bool,
     /// Everything that was read.
     pub bytes: u64,
 }
@@ -78,8 +83,14 @@ impl Inbox {
             end: 0,
             incoming: None,
             descriptors: VecDeque::new(),
+            greeted: false,
             bytes: 0,
         }
+    }
+
+    /// How much of a payload is still to come, before anything else can.
+    pub fn payload_left(&self) -> u64 {
+        self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data).map_or(0, Incoming::left)
     }
 
     /// Reads once and takes what came apart. False once the socket has nothing more.
@@ -102,14 +113,21 @@ impl Inbox {
             Err(errno) => return Err(errno.into()),
         }
         self.parse(arrivals, out)?;
-        Ok(true)
+        // They come with the frames that speak of them.
+        match self.descriptors.len() > MAX_DESCRIPTORS {
+            true => Err(LinkError::Io(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "descriptors without a segment",
+            ))),
+            false => Ok(true),
+        }
     }
 
     /// The message whose payload can be read straight into place.
     fn direct(&self, arrivals: &Arrivals) -> Option<Message> {
         let incoming = self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data)?;
         let expected = &arrivals.get(&incoming.message())?.expected;
-        let in_place = expected.combine.is_none() && expected.place.view.run_bytes() >= MIN_DIRECT_RUN;
+        let in_place = expected.combine.is_none() && expected.place.view().run_bytes() >= MIN_DIRECT_RUN;
         (in_place && self.start == self.end && incoming.left() >= MIN_DIRECT).then(|| incoming.message())
     }
 
@@ -158,8 +176,12 @@ impl Inbox {
             return Ok(false);
         };
         let header = Header::decode(bytes)?;
-        if header.kind == Kind::Data {
-            check_data(&header, arrivals)?;
+        header.check_fields()?;
+        match header.kind {
+            Kind::Hello => self.greeted = true,
+            _ if !self.greeted => return Err(header.unexpected("it comes before the greeting").into()),
+            Kind::Data => check_data(&header, arrivals)?,
+            _ => {}
         }
         self.start += HEADER_BYTES;
         self.incoming = Some(Incoming { header, got: 0, crc: 0, control: vec![] });
@@ -181,7 +203,7 @@ impl Inbox {
         } else {
             incoming.control.extend_from_slice(&self.ahead[self.start..self.start + len]);
         }
-        incoming.crc = crc32c::crc32c_append(incoming.crc, &self.ahead[self.start..self.start + len]);
+        incoming.crc = checksum::append(incoming.crc, &self.ahead[self.start..self.start + len]);
         incoming.got += len as u32;
         self.start += len;
     }

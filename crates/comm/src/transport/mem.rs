@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::inbox::{Arrivals, Arriving};
 use super::{Control, Event, Expected, Link, LinkError, Message};
-use crate::memory::Place;
+use crate::memory::place::Lent;
 use crate::wire::{Kind, WireError};
 
 /// Bytes that may wait in a queue.
@@ -160,7 +160,7 @@ impl Link for MemLink {
         (chunk_bytes / 64 * 64).clamp(64, MAX_PART_BYTES)
     }
 
-    fn send(&mut self, message: Message, part: Range<u64>, from: &Place) {
+    fn send(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         let mut bytes = Vec::with_capacity((part.end - part.start) as usize);
         from.pack(part.clone(), &mut bytes);
         self.push(Packet::Part { message, offset: part.start, bytes });

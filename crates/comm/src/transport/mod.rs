@@ -21,7 +21,7 @@ use std::os::fd::BorrowedFd;
 use crossmesh_core::id::Rank;
 
 use crate::combine::Combine;
-use crate::memory::Place;
+use crate::memory::place::Lent;
 use crate::wire::WireError;
 
 mod inbox;
@@ -44,7 +44,7 @@ pub struct Message {
 /// Where a message goes.
 #[derive(Debug, Clone)]
 pub struct Expected {
-    pub place: Place,
+    pub place: Lent,
     pub bytes: u64,
     /// How it is combined with what is there; else it replaces it.
     pub combine: Option<Combine>,
@@ -104,6 +104,14 @@ pub trait Link: Send {
     fn heard(&self) -> Option<u64> {
         None
     }
+    /// Whether the system may keep what has come to itself until there is more of it; then `progress` is called now and then.
+    fn gathers(&self) -> bool {
+        false
+    }
+    /// How much has gone to the peer so far: while it grows, the peer knows that we live. None if the link cannot tell.
+    fn said(&self) -> Option<u64> {
+        None
+    }
     /// Whether `progress` has something to do without waiting for the descriptor.
     fn has_work(&self) -> bool;
 
@@ -115,7 +123,7 @@ pub trait Link: Send {
     fn has_room(&self) -> bool;
     /// The largest part worth sending, given how much has to arrive before it can be forwarded.
     fn part_bytes(&self, chunk_bytes: u64) -> u64;
-    fn send(&mut self, message: Message, part: Range<u64>, from: &Place);
+    fn send(&mut self, message: Message, part: Range<u64>, from: &Lent);
 
     fn control(&mut self, control: Control);
     /// Drops what is not yet under way, but for words between engines.

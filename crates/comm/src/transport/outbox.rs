@@ -14,7 +14,8 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use super::{Event, LinkError, Message};
-use crate::memory::Place;
+use crate::checksum;
+use crate::memory::place::Lent;
 use crate::wire::{HEADER_BYTES, Header, Kind};
 
 /// Runs shorter than this are packed first: a slice of a system call costs about as much as copying a few hundred bytes.
@@ -37,7 +38,7 @@ struct Frame {
 
 enum Body {
     Bytes(Vec<u8>),
-    Place(Place, Range<u64>),
+    Place(Lent, Range<u64>),
 }
 
 impl Frame {
@@ -75,6 +76,8 @@ pub struct Outbox {
     /// How many frames at the front go before any data that is not yet under way.
     num_urgent: usize,
     data_bytes: u64,
+    /// Everything that was written.
+    pub bytes: u64,
 }
 
 impl Outbox {
@@ -123,13 +126,13 @@ impl Outbox {
         });
     }
 
-    pub fn push_data(&mut self, message: Message, part: Range<u64>, from: &Place) {
+    pub fn push_data(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         let (offset, len) = (part.start, part.end - part.start);
         let sent = Some(Event::Sent { message, upto: part.end });
-        let (body, payload_crc) = if from.view.run_bytes() < MIN_DIRECT_RUN {
+        let (body, payload_crc) = if from.view().run_bytes() < MIN_DIRECT_RUN {
             let mut packed = Vec::with_capacity(len as usize);
             from.pack(part, &mut packed);
-            let crc = crc32c::crc32c(&packed);
+            let crc = checksum::crc32c(&packed);
             (Body::Bytes(packed), crc)
         } else {
             let crc = from.checksum(part.clone(), 0);
@@ -193,6 +196,7 @@ impl Outbox {
     }
 
     fn advance(&mut self, mut bytes: u64, events: &mut Vec<Event>) {
+        self.bytes += bytes;
         while bytes > 0 {
             let front = self.frames.front_mut().expect("bytes written belong to a frame");
             let step = bytes.min(front.len() - front.written);

@@ -4,8 +4,11 @@
 //! sender                                      receiver
 //! Segment 0, with its descriptor    -->       maps it, to read
 //! Offer: message, part, where       -->       copies the part
-//!                                   <--       Taken: the sender may reuse the memory
+//! Offer, Offer ...                  -->       copies those, in their order
+//!                                   <--       Taken: that part and all before it; the sender may reuse the memory
 //! ```
+//!
+//! Of many small messages only the last is acknowledged, so that they cost a frame each and not two.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -16,6 +19,7 @@ use std::sync::Arc;
 use super::inbox::Arrivals;
 use super::outbox::Outbox;
 use super::{Event, Expected, LinkError, Message};
+use crate::memory::place::Lent;
 use crate::memory::{Memory, Place};
 use crate::view::{Outer, View};
 use crate::wire::{Header, Kind, WireError};
@@ -33,11 +37,17 @@ const MAX_SEGMENTS: u32 = 4096;
 /// A part to be copied.
 struct Pull {
     message: Message,
-    from: Place,
+    from: Lent,
     next: u64,
     end: u64,
     /// Where a message goes that was offered in one part. Of others, the arrivals know.
     whole: Option<Expected>,
+}
+
+/// A part that the peer may read.
+struct Offered {
+    message: Message,
+    part: Range<u64>,
 }
 
 #[derive(Default)]
@@ -47,8 +57,8 @@ pub struct Shm {
     /// The peer's, by id.
     mapped: Vec<Arc<Memory>>,
     pulls: VecDeque<Pull>,
-    /// Offered and not taken: how many parts, and their bytes.
-    offered: VecDeque<u64>,
+    /// Offered and not taken, in order; receivers take parts in the order in which they were offered.
+    offered: VecDeque<Offered>,
     offered_bytes: u64,
 }
 
@@ -63,32 +73,32 @@ impl Shm {
 
     /// Whether a part of this place is offered rather than sent. A small message, or one of no bytes at all, must not
     /// overtake an offered one.
-    pub fn takes(&self, from: &Place) -> bool {
+    pub fn takes(&self, from: &Lent) -> bool {
         let small = from.bytes() <= INLINE_BYTES && self.offered.is_empty();
-        from.memory.segment().is_some() && !small
+        from.memory().segment().is_some() && !small
     }
 
     pub fn offer(
         &mut self,
         message: Message,
         part: Range<u64>,
-        from: &Place,
+        from: &Lent,
         outbox: &mut Outbox,
     ) -> Result<(), LinkError> {
-        let segment = self.segment_of(&from.memory, outbox)?;
+        let segment = self.segment_of(from.memory(), outbox)?;
         let mut payload = segment.to_le_bytes().to_vec();
         let mut push = |value: u64| payload.extend_from_slice(&value.to_le_bytes());
         push(part.end - part.start);
-        push(from.view.base());
-        push(from.view.run_bytes());
-        for outer in from.view.outer() {
+        push(from.view().base());
+        push(from.view().run_bytes());
+        for outer in from.view().outer() {
             push(outer.count);
             push(outer.stride);
         }
         let header = Header::of(Kind::Offer, message.job, message.tag, part.start, &payload);
         outbox.push_control(header, payload, None);
-        self.offered.push_back(part.end - part.start);
         self.offered_bytes += part.end - part.start;
+        self.offered.push_back(Offered { message, part });
         Ok(())
     }
 
@@ -141,7 +151,7 @@ impl Shm {
         arriving.promised = end;
         let whole = header.offset == 0 && end == arriving.expected.bytes;
         let whole = if whole { arrivals.remove(&message).map(|arriving| arriving.expected) } else { None };
-        let from = Place { memory: segment, view };
+        let from = lent_by_peer(&Place { memory: segment, view });
         self.pulls.push_back(Pull { message, from, next: header.offset, end, whole });
         Ok(())
     }
@@ -167,15 +177,20 @@ impl Shm {
         }
     }
 
-    pub fn on_taken(&mut self, header: &Header) -> Result<Event, LinkError> {
-        let len = self.offered.pop_front().ok_or_else(|| unexpected(header, "nothing was offered"))?;
-        self.offered_bytes -= len;
-        Ok(Event::Sent { message: Message { job: header.job, tag: header.tag }, upto: header.offset })
+    pub fn on_taken(&mut self, header: &Header, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        let said = (Message { job: header.job, tag: header.tag }, header.offset);
+        let last = self.offered.iter().position(|offered| (offered.message, offered.part.end) == said);
+        let last = last.ok_or_else(|| unexpected(header, "it was not offered, or taken before"))?;
+        for Offered { message, part } in self.offered.drain(..=last) {
+            self.offered_bytes -= part.end - part.start;
+            events.push(Event::Sent { message, upto: part.end });
+        }
+        Ok(())
     }
 
     /// Copies a step's worth of what was offered.
     pub fn pull(&mut self, arrivals: &mut Arrivals, outbox: &mut Outbox, events: &mut Vec<Event>) {
-        let mut budget = STEP_BYTES;
+        let (mut budget, mut taken) = (STEP_BYTES, None);
         while budget > 0
             && let Some(pull) = self.pulls.front_mut()
         {
@@ -199,12 +214,20 @@ impl Shm {
             }
             events.push(Event::Arrived { message, upto });
             if done {
-                let header = Header { offset: upto, ..Header::bare(Kind::Taken, message.job, message.tag) };
-                outbox.push_control(header, vec![], None);
+                taken = Some(Header { offset: upto, ..Header::bare(Kind::Taken, message.job, message.tag) });
                 self.pulls.pop_front();
             }
         }
+        if let Some(last) = taken {
+            outbox.push_control(last, vec![], None);
+        }
     }
+}
+
+#[expect(unsafe_code, reason = "nobody in this process can write to a peer's segment")]
+fn lent_by_peer(place: &Place) -> Lent {
+    // SAFETY: a peer's segment is mapped to read, by this link alone.
+    unsafe { Lent::of(place) }.clone()
 }
 
 fn note_arrived(arrivals: &mut Arrivals, message: Message, upto: u64) {

@@ -15,7 +15,7 @@ use super::inbox::{Arrivals, Arriving, Inbox, Received};
 use super::outbox::Outbox;
 use super::shm::Shm;
 use super::{Control, Event, Expected, Link, LinkError, Message, tcp, words};
-use crate::memory::Place;
+use crate::memory::place::Lent;
 use crate::wire::{Header, Kind, MAX_PAYLOAD};
 
 /// What the kernel holds of ours: a few milliseconds of a fast NIC, little enough that who is next stays our decision.
@@ -25,11 +25,14 @@ const READS_PER_TURN: usize = 16;
 /// Frames longer than this gain nothing; shorter ones cost a system call more often.
 const MAX_PART_BYTES: u64 = 256 << 10;
 const MIN_PART_BYTES: u64 = 16 << 10;
+/// Inside a payload we are woken for so many bytes, or for the rest of it, and not for every packet.
+const GATHER_BYTES: u64 = 64 << 10;
 /// Parts in shared memory cost two small frames each, so they are larger.
 const MAX_OFFER_BYTES: u64 = 1 << 20;
 
 pub struct StreamLink {
     socket: OwnedFd,
+    me: Rank,
     peer: Rank,
     greeted: bool,
     inbox: Inbox,
@@ -37,6 +40,8 @@ pub struct StreamLink {
     arrivals: Arrivals,
     shm: Option<Shm>,
     received: Vec<Received>,
+    /// How many bytes wake us; none where the system is not told.
+    wakes_at: Option<u64>,
     /// What went wrong in a call that cannot say so.
     failed: Option<LinkError>,
 }
@@ -45,7 +50,7 @@ impl StreamLink {
     pub fn tcp(me: Rank, peer: Rank, stream: TcpStream) -> Result<Self, LinkError> {
         tcp::tune(&stream)?;
         sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER_BYTES)?;
-        Self::new(me, peer, stream.into(), None)
+        Ok(Self { wakes_at: Some(1), ..Self::new(me, peer, stream.into(), None)? })
     }
 
     /// To a process of the same host. What lies in shared memory is copied from there.
@@ -59,6 +64,7 @@ impl StreamLink {
         outbox.push_control(Header::bare(Kind::Hello, peer.0, me.0), vec![], None);
         Ok(Self {
             socket,
+            me,
             peer,
             greeted: false,
             inbox: Inbox::new(),
@@ -66,8 +72,18 @@ impl StreamLink {
             arrivals: Arrivals::default(),
             shm,
             received: vec![],
+            wakes_at: None,
             failed: None,
         })
+    }
+
+    /// Nothing can be done with a payload before it is whole; but behind it there may be a word.
+    fn gather(&mut self) {
+        let wanted = self.inbox.payload_left().clamp(1, GATHER_BYTES);
+        if self.wakes_at.is_some_and(|now| now != wanted) && tcp::set_wake_bytes(self.socket.as_fd(), wanted)
+        {
+            self.wakes_at = Some(wanted);
+        }
     }
 
     fn take_received(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
@@ -89,11 +105,11 @@ impl StreamLink {
         events: &mut Vec<Event>,
     ) -> Result<(), LinkError> {
         let unexpected = |why| header.unexpected(why);
-        if header.kind != Kind::Hello && !self.greeted {
-            return Err(unexpected("it comes before the greeting").into());
-        }
         match (header.kind, &mut self.shm) {
-            (Kind::Hello, _) if header.tag != self.peer.0 || self.greeted => {
+            (Kind::Hello, _) if self.greeted => {
+                return Err(unexpected("it has greeted already").into());
+            }
+            (Kind::Hello, _) if (header.tag, header.job) != (self.peer.0, self.me.0) => {
                 return Err(unexpected("another rank was to be here").into());
             }
             (Kind::Hello, _) => self.greeted = true,
@@ -102,7 +118,7 @@ impl StreamLink {
             }
             (Kind::Segment, Some(shm)) => shm.on_segment(header, self.inbox.descriptors.pop_front())?,
             (Kind::Offer, Some(shm)) => shm.on_offer(header, payload, &mut self.arrivals)?,
-            (Kind::Taken, Some(shm)) => events.push(shm.on_taken(header)?),
+            (Kind::Taken, Some(shm)) => shm.on_taken(header, events)?,
             (Kind::Data, _) => unreachable!("the inbox keeps data to itself"),
             (_, None) => return Err(unexpected("there is no shared memory on this connection").into()),
         }
@@ -121,6 +137,14 @@ impl Link for StreamLink {
 
     fn heard(&self) -> Option<u64> {
         Some(self.inbox.bytes)
+    }
+
+    fn gathers(&self) -> bool {
+        self.wakes_at.is_some_and(|bytes| bytes > 1)
+    }
+
+    fn said(&self) -> Option<u64> {
+        Some(self.outbox.bytes)
     }
 
     fn has_work(&self) -> bool {
@@ -146,7 +170,7 @@ impl Link for StreamLink {
         (chunk_bytes / 64 * 64).clamp(MIN_PART_BYTES, max.min(u64::from(MAX_PAYLOAD)))
     }
 
-    fn send(&mut self, message: Message, part: Range<u64>, from: &Place) {
+    fn send(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         match self.shm.as_mut().filter(|shm| shm.takes(from)) {
             Some(shm) => {
                 let offered = shm.offer(message, part, from, &mut self.outbox);
@@ -176,6 +200,7 @@ impl Link for StreamLink {
                 break;
             }
         }
+        self.gather();
         if let Some(shm) = &mut self.shm {
             shm.pull(&mut self.arrivals, &mut self.outbox, events);
         }

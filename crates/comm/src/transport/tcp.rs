@@ -14,7 +14,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpStream;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
@@ -31,6 +31,10 @@ const MAX_WINDOW_BYTES: f64 = 64.0 * 1024.0;
 /// The least wait before lost packets are sent again. The system's 200 ms are for the whole world; here they would be
 /// seen as a third of a short transfer. What is measured of the round trip still comes on top.
 const MIN_RETRANSMIT_US: i32 = 20_000;
+
+/// The longest wait before they are sent again, however often that was in vain. By the system's own measure (two minutes) a
+/// job would go on half a minute after a cable that was cut for half a minute. The least that the option takes.
+const MAX_RETRANSMIT_MS: i32 = 1000;
 
 /// The part of the NICs' rates that each pair of ranks has to itself when all that send do.
 #[derive(Debug, Clone, Default)]
@@ -73,7 +77,7 @@ impl Shares {
 /// Makes a connection one of many in a cluster.
 pub fn tune(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
-    set_min_retransmit(stream);
+    set_retransmits(stream);
     leave_bbr(stream)
 }
 
@@ -92,6 +96,12 @@ pub fn set_window(stream: &TcpStream, share_bytes_per_s: f64) -> io::Result<()> 
         sockopt::set_socket_recv_buffer_size(stream, window)?;
     }
     Ok(())
+}
+
+/// Has the system wake whoever waits for a socket when so many bytes are there: fewer where its own buffer is smaller than
+/// that, or is full. Whether it does.
+pub(super) fn set_wake_bytes(socket: BorrowedFd<'_>, bytes: u64) -> bool {
+    set_option(socket, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes as i32)
 }
 
 /// The window of a connection; none where the kernel chooses.
@@ -115,21 +125,22 @@ fn round_trip_s(stream: &TcpStream) -> io::Result<f64> {
     Ok(f64::from(info.tcpi_rtt) * 1e-6)
 }
 
-/// Kernels before 6.15 do not know the option; there a loss costs more time and nothing else.
-fn set_min_retransmit(stream: &TcpStream) {
-    /// `linux/tcp.h`; libc has no name for it yet.
+/// Kernels before 6.15 do not know these options; there a loss costs more time and nothing else.
+fn set_retransmits(stream: &TcpStream) {
+    /// `linux/tcp.h`; libc has no names for them yet.
+    const TCP_RTO_MAX_MS: libc::c_int = 44;
     const TCP_RTO_MIN_US: libc::c_int = 45;
-    let (value, len) = (MIN_RETRANSMIT_US, size_of::<i32>() as libc::socklen_t);
+    for (option, value) in [(TCP_RTO_MIN_US, MIN_RETRANSMIT_US), (TCP_RTO_MAX_MS, MAX_RETRANSMIT_MS)] {
+        let _unknown = set_option(stream.as_fd(), libc::IPPROTO_TCP, option, value);
+    }
+}
+
+fn set_option(socket: BorrowedFd<'_>, level: libc::c_int, option: libc::c_int, value: i32) -> bool {
+    let len = size_of::<i32>() as libc::socklen_t;
+    let from = (&raw const value).cast();
     // SAFETY: the kernel reads `len` bytes of a value that has as many.
-    let _unknown = unsafe {
-        libc::setsockopt(
-            stream.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            TCP_RTO_MIN_US,
-            (&raw const value).cast(),
-            len,
-        )
-    };
+    let done = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, from, len) };
+    done == 0
 }
 
 #[cfg(test)]

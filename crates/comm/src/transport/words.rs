@@ -3,10 +3,8 @@
 use crossmesh_core::id::Rank;
 
 use super::{Control, Event};
-use crate::wire::{Header, Kind, NOBODY, WireError};
+use crate::wire::{Header, Kind, MAX_REASON_BYTES, MAX_TAGS_PER_FRAME, NOBODY, WireError};
 
-const MAX_TAGS_PER_FRAME: usize = 4096;
-const MAX_REASON_BYTES: usize = 4096;
 /// The longest payload of these frames.
 #[cfg(feature = "mpi")]
 pub const MAX_WORD_BYTES: usize = MAX_TAGS_PER_FRAME * 4;
@@ -47,10 +45,50 @@ pub fn event_of(header: &Header, payload: &[u8], peer: Rank) -> Result<Option<Ev
         }
         Kind::Beat => Event::Beat { waits_for: rank(header.tag) },
         Kind::Abort => {
-            let reason = String::from_utf8_lossy(&payload[..payload.len().min(MAX_REASON_BYTES)]).into();
+            let reason = printable(&String::from_utf8_lossy(&payload[..payload.len().min(MAX_REASON_BYTES)]));
             Event::Abort { culprit: rank(header.tag).unwrap_or(peer), reason }
         }
         Kind::Bye => Event::Bye,
         _ => return Ok(None),
     }))
+}
+
+/// Somebody else's words, fit for a terminal: what would move its cursor, colour it or turn its text around is spelt out.
+pub fn printable(text: &str) -> String {
+    let mut printable = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\n' | ' '..='~' => printable.push(c),
+            // Marks that change the direction of what follows.
+            '\u{200e}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
+                printable.extend(c.escape_unicode());
+            }
+            c if c.is_control() => printable.extend(c.escape_default()),
+            c => printable.push(c),
+        }
+    }
+    printable
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_others_do_not_reach_into_the_terminal() {
+        let hostile = "r1 failed\x1b[2J\x1b]0;owned\x07\rok\u{9b}31m \u{202e}txt.exe";
+        let said = printable(hostile);
+        assert_eq!(said, r"r1 failed\u{1b}[2J\u{1b}]0;owned\u{7}\rok\u{9b}31m \u{202e}txt.exe");
+        assert_eq!(printable("größe 3 → 4\nhint: ask"), "größe 3 → 4\nhint: ask");
+    }
+
+    #[test]
+    fn an_abort_is_cut_and_cleaned() {
+        let (_, payload) = control_frame(Control::Abort { culprit: Rank(1), reason: "\x1b".repeat(5000) });
+        let header = Header::of(Kind::Abort, 0, 1, 0, &payload);
+        let Ok(Some(Event::Abort { culprit: Rank(1), reason })) = event_of(&header, &payload, Rank(2)) else {
+            panic!("an abort")
+        };
+        assert_eq!(reason, r"\u{1b}".repeat(MAX_REASON_BYTES));
+    }
 }

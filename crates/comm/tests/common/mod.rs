@@ -18,7 +18,9 @@ use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::mem::MemLink;
 use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_core::id::Rank;
+use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy, lower, plan};
+use crossmesh_core::verify::Verified;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -93,6 +95,7 @@ pub fn run_all(
     if kind == Kind::Mpi {
         return over_mpi::run_all(plan, options);
     }
+    let program = &Verified::plan(plan, Addressing::Apart).unwrap();
     let links = links_of(plan, kind);
     let gate = Barrier::new(links.len());
     std::thread::scope(|scope| {
@@ -105,7 +108,7 @@ pub fn run_all(
                         gate.wait();
                         Ok(())
                     };
-                    (Rank(rank), execute(plan, Rank(rank), links, options, &mut barrier))
+                    (Rank(rank), execute(program.rank(Rank(rank)), links, options, &mut barrier))
                 })
             })
             .collect();

@@ -10,7 +10,9 @@ use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport, execute
 use crossmesh_comm::rendezvous::Meeting;
 use crossmesh_comm::transport::mpi::OverMpi;
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::{Plan, lower};
+use crossmesh_core::reshard::Plan;
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::verify::Verified;
 
 use super::side_by_side::{plans, run_rank};
 
@@ -35,7 +37,7 @@ pub fn leave() {
 pub fn run_all(plan: &Plan, options: &ExecuteOptions) -> BTreeMap<Rank, Result<RankReport, Failure>> {
     let mut meeting = MEETING.lock().unwrap();
     let meeting = meeting.as_mut().unwrap();
-    let (me, program) = (meeting.rank(), lower(plan));
+    let (me, program) = (meeting.rank(), Verified::plan(plan, Addressing::Apart).unwrap());
     assert!(program.ranks.len() <= meeting.world() as usize, "mpirun has to start more ranks");
     let report = if me.index() < program.ranks.len() {
         let peers = peers_of(&program, me).into_iter().collect();
@@ -44,7 +46,7 @@ pub fn run_all(plan: &Plan, options: &ExecuteOptions) -> BTreeMap<Rank, Result<R
             let cause = |e: crossmesh_comm::rendezvous::RendezvousError| e.to_string();
             meeting.barrier(soon()).map_err(|e| CommError::System { me, what: "wait", cause: cause(e) })
         };
-        execute(plan, me, links, options, &mut barrier).unwrap_or_else(|e| panic!("{me}: {e}"))
+        execute(program.rank(me), links, options, &mut barrier).unwrap_or_else(|e| panic!("{me}: {e}"))
     } else {
         let gates = if options.check { 2 } else { 1 };
         (0..gates * options.repeat).for_each(|_| meeting.barrier(soon()).unwrap());

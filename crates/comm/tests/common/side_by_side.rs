@@ -5,7 +5,9 @@ use crossmesh_comm::clock::Monotonic;
 use crossmesh_comm::engine::{Engine, EngineOptions, JobSpec};
 use crossmesh_comm::pattern;
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::{Plan, Strategy, lower};
+use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::{Plan, Strategy};
+use crossmesh_core::verify::Verified;
 
 use super::{Links, planned};
 
@@ -25,21 +27,21 @@ pub fn run_rank(rank: Rank, links: Links, plans: &[Plan], sharing: Sharing) {
     let mut started = vec![];
     // Every rank starts them in an order of its own.
     for i in (0..plans.len()).map(|i| (i + rank.index()) % plans.len()) {
-        let (plan, program) = (&plans[i], lower(&plans[i]));
+        let program = Verified::plan(&plans[i], Addressing::Apart).unwrap();
         if rank.index() >= program.ranks.len() {
             continue;
         }
-        let buffers = RankBuffers::allocate(plan, &program.ranks[rank.index()], rank, sharing).unwrap();
-        pattern::fill_sources(plan, rank, &buffers);
-        pattern::poison_destinations(plan, &buffers);
-        let mut spec = JobSpec::new(i as u32, plan, &program, rank, &buffers).unwrap();
+        let buffers = RankBuffers::allocate(program.rank(rank), sharing).unwrap();
+        pattern::fill_sources(&buffers);
+        pattern::poison_destinations(&buffers);
+        let mut spec = JobSpec::new(i as u32, &buffers).unwrap();
         spec.priority = i as u32;
         started.push((i, engine.start(spec).unwrap(), buffers));
         engine.test(started[0].1).unwrap();
     }
     for (i, handle, buffers) in started.into_iter().rev() {
         engine.wait(handle).unwrap();
-        assert_eq!(pattern::check_destinations(&plans[i], &buffers), None, "{rank}, plan {i}");
+        assert_eq!(pattern::check_destinations(&buffers), None, "{rank}, plan {i}");
     }
     engine.close();
 }

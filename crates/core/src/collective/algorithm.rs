@@ -250,7 +250,8 @@ impl Blocks<'_> {
 /// Every rank's part of the dim; an empty span for none.
 fn parts(layout: &crate::layout::Layout) -> Vec<Span> {
     let one = |spans: Vec<Span>| spans.first().copied().unwrap_or(Span::new(0, 0));
-    layout.part_spans(0).into_iter().map(one).collect()
+    let split = layout.by_axes().expect("a call's layouts are split by axes");
+    split.part_spans(0).into_iter().map(one).collect()
 }
 
 /// Cuts a span into so many parts, as even as they get; some may be empty.

@@ -37,6 +37,8 @@ const TORCH_REDUCTIONS: [&str; 8] = ["sum", "max", "min", "avg", "product", "ban
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     Native,
+    /// Ours, by boxes.
+    Boxes,
     Alpa,
     /// A list of placements, with the bracket that closes it.
     TorchList(char),
@@ -53,6 +55,7 @@ impl Cursor<'_> {
         let first = self.peek();
         let rest = self.rest();
         match first {
+            Some('{') => Form::Boxes,
             _ if sized_mesh => Form::Alpa,
             Some('[') => Form::TorchList(']'),
             Some('(') if is_placement(rest[1..].trim_start()) => Form::TorchList(')'),
@@ -69,7 +72,7 @@ impl Cursor<'_> {
         shape: &[u64],
     ) -> Result<Splits, NotationError> {
         match form {
-            Form::Alpa | Form::Native => self.alpa_spec(mesh, shape.len()),
+            Form::Alpa | Form::Native | Form::Boxes => self.alpa_spec(mesh, shape.len()),
             Form::TorchList(close) => self.torch_list(close, mesh, shape.len()),
             Form::TorchShort => self.torch_short(mesh, shape.len()),
             Form::Jax => self.jax_spec(mesh, shape.len()),

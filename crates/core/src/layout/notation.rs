@@ -2,24 +2,26 @@
 //! characters it is about.
 //!
 //! ```text
-//! layout := dtype '[' numbers ']' '@' mesh '(' terms [ '|' op axes ] ')'
+//! layout := dtype '[' numbers ']' '@' mesh ( '(' terms [ '|' op axes ] ')' | boxes )
 //! mesh   := name '{' [ name ':' number { ',' … } ] '}' [ '=' ranks ]
 //!         | name ':' number { 'x' number } [ '=' ranks ]
-//! ranks  := number [ '-' number ] { ',' … }
+//! ranks  := [ number [ '-' number ] { ',' … } ] [ '+' number ]
 //! term   := '_' | axes | axes '[' numbers ']' | axes 'of' number { '+' number }
 //! axes   := name { '+' name }
 //! ```
 //!
-//! Blanks may stand between tokens. What other systems write after the mesh is read in `interop.rs`.
+//! Blanks may stand between tokens. Boxes are read in `box_notation.rs`, and what other systems write after the
+//! mesh in `interop.rs`.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 pub use super::notation_error::{NotationError, Problem};
 
+use super::box_notation::Tensor;
 use super::interop::Form;
 use super::notation_error::MAX_FUSED_SPANS;
-use super::{Layout, MAX_DIMS, Partial, ReduceOp, Rule, Split};
+use super::{Holding, Layout, MAX_DIMS, Partial, ReduceOp, Rule, Split};
 use crate::dtype::DType;
 use crate::id::Rank;
 use crate::mesh::{Axis, MAX_AXES, MAX_MESH_LEN, Mesh};
@@ -129,7 +131,11 @@ impl<'a> Cursor<'a> {
     }
 
     /// Numbers with a separator between them; none at all if `close` comes first.
-    fn numbers(&mut self, separator: char, close: Option<char>) -> Result<Vec<u64>, NotationError> {
+    pub(super) fn numbers(
+        &mut self,
+        separator: char,
+        close: Option<char>,
+    ) -> Result<Vec<u64>, NotationError> {
         if close.is_some() && self.peek() == close {
             return Ok(vec![]);
         }
@@ -149,14 +155,18 @@ impl<'a> Cursor<'a> {
         self.skip_blanks();
         let open = self.at;
         let (splits, partial) = match self.form(sized) {
+            Form::Boxes => {
+                let (holding, partial) = self.boxes(&Tensor { dtype, shape: &shape, mesh: &mesh })?;
+                return Ok(Layout { dtype, shape, mesh, holding, partial });
+            }
             Form::Native => {
-                self.token('(', "`(` and how each dim is split")?;
+                self.token('(', "`(` and how each dim is split, or `{` and boxes")?;
                 self.splits(&mesh, &shape, open)?
             }
             form => self.foreign_splits(form, &mesh, &shape)?,
         };
         self.check_axes(&mesh, &splits, partial.as_ref(), open)?;
-        Ok(Layout { dtype, shape, mesh, splits, partial })
+        Ok(Layout { dtype, shape, mesh, holding: Holding::Splits(splits), partial })
     }
 
     fn shape(&mut self, dtype: DType) -> Result<Vec<u64>, NotationError> {
@@ -230,8 +240,28 @@ impl<'a> Cursor<'a> {
         }
     }
 
+    /// `0-3`, `0-3+64` or `+64`: the ranks of a mesh as its job counts them, and how many come before the job's first.
     fn ranks(&mut self, mesh_len: usize) -> Result<Vec<Rank>, NotationError> {
         self.skip_blanks();
+        let open = self.at;
+        let mut ranks = match self.peek() {
+            Some('+') => (0..).take(mesh_len).map(Rank).collect(),
+            _ => self.listed_ranks(mesh_len)?,
+        };
+        if self.take('+') {
+            let (offset, _) = self.number_u32()?;
+            for rank in &mut ranks {
+                let shifted = u64::from(rank.0) + u64::from(offset);
+                *rank = match u32::try_from(shifted) {
+                    Ok(shifted) if shifted < u32::MAX => Rank(shifted),
+                    _ => return Err(self.error(open..self.at, Problem::RankTooLarge { rank: shifted })),
+                };
+            }
+        }
+        Ok(ranks)
+    }
+
+    fn listed_ranks(&mut self, mesh_len: usize) -> Result<Vec<Rank>, NotationError> {
         let open = self.at;
         let mut ranks: Vec<Rank> = Vec::new();
         // First and end of every range so far; they do not overlap.
@@ -261,7 +291,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// `4` or `4-7`. The largest rank leaves room for a count of all ranks.
-    fn rank_range(&mut self) -> Result<(Range<u32>, Range<usize>), NotationError> {
+    pub(super) fn rank_range(&mut self) -> Result<(Range<u32>, Range<usize>), NotationError> {
         let (first, first_at) = self.number_u32()?;
         let (last, last_at) = if self.take('-') { self.number_u32()? } else { (first, first_at.clone()) };
         let at = first_at.start..last_at.end;
@@ -272,7 +302,7 @@ impl<'a> Cursor<'a> {
         }
         match last.checked_add(1) {
             Some(end) => Ok((first..end, at)),
-            None => Err(self.error(last_at, Problem::RankTooLarge { rank: last })),
+            None => Err(self.error(last_at, Problem::RankTooLarge { rank: last.into() })),
         }
     }
 
@@ -357,7 +387,7 @@ impl<'a> Cursor<'a> {
         Ok(())
     }
 
-    fn partial(&mut self, mesh: &Mesh) -> Result<Partial, NotationError> {
+    pub(super) fn partial(&mut self, mesh: &Mesh) -> Result<Partial, NotationError> {
         Ok(Partial { op: self.reduction()?, axes: self.axes(mesh)? })
     }
 

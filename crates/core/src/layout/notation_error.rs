@@ -10,7 +10,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use super::{MAX_DIMS, ReduceOp};
+use super::{BoxError, MAX_DIMS, ReduceOp};
 use crate::dtype::DType;
 use crate::mesh::{MAX_AXES, MAX_MESH_LEN};
 
@@ -60,7 +60,7 @@ pub enum Problem {
     #[error("rank {rank} is listed twice")]
     RankRepeated { rank: u32 },
     #[error("rank {rank} is too large")]
-    RankTooLarge { rank: u32 },
+    RankTooLarge { rank: u64 },
     #[error("the mesh has {len} devices, {listed} ranks are listed")]
     RanksDiffer { len: usize, listed: u64 },
     #[error("{given} cuts make {} parts, the axes make {parts}", given.saturating_sub(1))]
@@ -73,6 +73,12 @@ pub enum Problem {
     PartsDiffer { sum: String, dim_len: u64 },
     #[error("{fused} fused parts split over {parts} devices make more than {MAX_FUSED_SPANS} slices")]
     TooManyParts { fused: usize, parts: usize },
+    #[error("the mesh has {devices} devices, there is no position {position}")]
+    NoSuchPosition { position: u32, devices: usize },
+    #[error("position {position} is listed twice")]
+    PositionRepeated { position: usize },
+    #[error("{0}")]
+    Boxes(BoxError),
     #[error("unknown reduction `{name}`")]
     UnknownReduction { name: String },
 }
@@ -106,6 +112,11 @@ impl Problem {
             Problem::CutsDiffer { parts, .. } => {
                 format!("give {} cuts, from 0 to the dim's length", parts + 1)
             }
+            Problem::NoSuchPosition { devices, .. } => {
+                format!("positions count the devices of the mesh, from 0 to {}", devices - 1)
+            }
+            Problem::PositionRepeated { .. } => "list all boxes of a device together".into(),
+            Problem::Boxes(error) => return error.hint().map(str::to_string),
             Problem::UnknownReduction { .. } => "reductions are sum, max and min".into(),
             Problem::TooManyDims { .. } => "merge dims that are never split apart".into(),
             _ => return None,

@@ -20,7 +20,6 @@ use std::fmt;
 
 use crate::cluster::Topology;
 use crate::id::{Rank, RegionId, TransferId};
-use crate::layout::Layout;
 use crate::region::{Region, Span};
 
 use super::draft::Draft;
@@ -36,14 +35,14 @@ pub fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError>
     let mut loads = SenderLoads::new(&problem.topology);
     for units in UnitTasks::of_all(problem)? {
         let layout = &problem.reshards[units.tensor as usize].dst.layout;
-        match Slicing::decide(layout, &units.dst_tiles, &problem.topology) {
+        match Slicing::decide(&units, &problem.topology) {
             Ok(slicing) => {
                 let reason = slicing.to_string();
-                draft.plan.reasons.push(format!("{layout}: {reason}"));
-                scatter_gather(&mut draft, &units, layout, &slicing, &mut loads);
+                draft.plan.reasons.push(format!("{}: {reason}", layout.summary()));
+                scatter_gather(&mut draft, &units, &slicing, &mut loads);
             }
             Err(whole) => {
-                draft.plan.reasons.push(format!("{layout}: sent whole, {whole}"));
+                draft.plan.reasons.push(format!("{}: sent whole, {whole}", layout.summary()));
                 send_tasks(&mut draft, &units, &mut loads);
             }
         }
@@ -76,13 +75,16 @@ impl fmt::Display for Whole {
 /// Into how many slices every tile is cut along each dim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Slicing {
+    /// Of every destination tile; all have the same lengths.
+    tile_boxes: Vec<Region>,
     factors: Vec<u64>,
     /// Devices that get the same slice: 1, unless the sizes allow no finer cut.
     copies: u64,
 }
 
 impl Slicing {
-    fn decide(layout: &Layout, tiles: &[Tile], topology: &Topology) -> Result<Self, Whole> {
+    fn decide(units: &UnitTasks, topology: &Topology) -> Result<Self, Whole> {
+        let tiles = &units.dst_tiles;
         let replicas = tiles.first().map_or(1, |t| t.ranks.len() as u64);
         if replicas <= 1 {
             return Err(Whole::NoReplicas);
@@ -91,12 +93,13 @@ impl Slicing {
         if tiles.iter().any(spans_hosts) {
             return Err(Whole::SeveralHosts);
         }
-        let tile_lens = (0..layout.shape().len()).map(|dim| even_len(layout, dim));
-        let tile_lens: Vec<u64> = tile_lens.collect::<Option<_>>().ok_or(Whole::UnevenTiles)?;
+        let tile_boxes = even_boxes(units).ok_or(Whole::UnevenTiles)?;
         let mut copies = replicas;
-        let factors: Vec<u64> = tile_lens
-            .into_iter()
-            .map(|len| {
+        let factors: Vec<u64> = tile_boxes[0]
+            .spans()
+            .iter()
+            .map(|span| {
+                let len = span.len();
                 let factor = gcd(copies, len);
                 copies /= factor;
                 factor
@@ -105,7 +108,7 @@ impl Slicing {
         if copies == replicas {
             return Err(Whole::NoCommonDivisor { replicas });
         }
-        Ok(Self { factors, copies })
+        Ok(Self { tile_boxes, factors, copies })
     }
 
     fn num_slices(&self) -> u64 {
@@ -143,13 +146,30 @@ impl fmt::Display for Slicing {
     }
 }
 
-/// The length of every part of a dim, where all are one span of the same length.
-fn even_len(layout: &Layout, dim: usize) -> Option<u64> {
-    let parts = layout.part_spans(dim);
-    let lens: Option<Vec<u64>> =
-        parts.iter().map(|spans| if let [span] = spans[..] { Some(span.len()) } else { None }).collect();
-    let lens = lens?;
-    lens.iter().all(|len| *len == lens[0]).then(|| lens[0])
+/// The box of every destination tile, where each is one box, all have the same lengths, and no device is in two tiles.
+fn even_boxes(units: &UnitTasks) -> Option<Vec<Region>> {
+    let boxes: Vec<Region> =
+        (0..units.dst_tiles.len()).map(|tile| only_box(units, tile)).collect::<Option<_>>()?;
+    let lens = |region: &Region| region.spans().iter().map(|s| s.len()).collect::<Vec<u64>>();
+    let first = lens(boxes.first()?);
+    let mut ranks: Vec<Rank> = units.dst_tiles.iter().flat_map(|t| t.ranks.iter().copied()).collect();
+    ranks.sort_unstable();
+    let even = boxes.iter().all(|b| lens(b) == first)
+        && units.dst_tiles.iter().all(|t| t.ranks.len() == units.dst_tiles[0].ranks.len());
+    (even && ranks.is_sorted_by(|a, b| a < b)).then_some(boxes)
+}
+
+/// The box that all pieces of a destination tile fill together, if they fill one.
+fn only_box(units: &UnitTasks, dst_tile: usize) -> Option<Region> {
+    let pieces = || units.tasks_of(dst_tile).iter().flat_map(|task| units.boxes(task));
+    let first = pieces().next()?;
+    let span = |dim: usize| {
+        let spans = pieces().map(|r| r.spans()[dim]);
+        let start = spans.clone().map(|s| s.start).min().unwrap_or(0);
+        Span::new(start, spans.map(|s| s.end).max().unwrap_or(start))
+    };
+    let bounds = Region::new((0..first.num_dims()).map(span).collect());
+    (pieces().map(Region::volume).sum::<u64>() == bounds.volume()).then_some(bounds)
 }
 
 fn gcd(a: u64, b: u64) -> u64 {
@@ -158,8 +178,6 @@ fn gcd(a: u64, b: u64) -> u64 {
 
 /// A slice of a destination tile, as the layout cut that fine would have it.
 struct Slice {
-    /// Its place in the finer layout: parts and slices of every dim, interleaved.
-    place: Vec<u64>,
     dst_tile: usize,
     index: u64,
     region: Region,
@@ -173,17 +191,11 @@ struct Arrived {
     by: Vec<Option<TransferId>>,
 }
 
-fn scatter_gather(
-    draft: &mut Draft,
-    units: &UnitTasks,
-    layout: &Layout,
-    slicing: &Slicing,
-    loads: &mut SenderLoads,
-) {
+fn scatter_gather(draft: &mut Draft, units: &UnitTasks, slicing: &Slicing, loads: &mut SenderLoads) {
     let n = slicing.num_slices() as usize;
     let mut arrived: Vec<Vec<Vec<Arrived>>> =
         units.dst_tiles.iter().map(|_| (0..n).map(|_| vec![]).collect()).collect();
-    for slice in slices(layout, slicing) {
+    for slice in slices(slicing) {
         for task in units.tasks_of(slice.dst_tile) {
             for piece in units.boxes(task).iter().filter_map(|b| b.intersect(&slice.region)) {
                 let got = scatter(draft, units, slicing, &slice, task.src_tile, piece, loads);
@@ -198,27 +210,16 @@ fn scatter_gather(
     }
 }
 
-/// The slices of all tiles, in the row-major order of the finer layout.
-fn slices(layout: &Layout, slicing: &Slicing) -> Vec<Slice> {
-    let dims = layout.shape().len();
-    let parts: Vec<Vec<Vec<Span>>> = (0..dims).map(|d| layout.part_spans(d)).collect();
-    let num_tiles: usize = parts.iter().map(Vec::len).product();
+/// The slices of all tiles, in row-major order.
+fn slices(slicing: &Slicing) -> Vec<Slice> {
     let mut out = Vec::new();
-    for dst_tile in 0..num_tiles {
-        let mut rest = dst_tile;
-        let mut part = vec![0; dims];
-        for d in (0..dims).rev() {
-            part[d] = rest % parts[d].len();
-            rest /= parts[d].len();
-        }
-        let tile = Region::new((0..dims).map(|d| parts[d][part[d]][0]).collect());
-        for index in 0..slicing.num_slices() {
-            let coord = slicing.coord(index);
-            let place = part.iter().zip(&coord).flat_map(|(p, c)| [*p as u64, *c]).collect();
-            out.push(Slice { place, dst_tile, index, region: slicing.cut(&tile, &coord) });
-        }
+    for (dst_tile, tile) in slicing.tile_boxes.iter().enumerate() {
+        out.extend((0..slicing.num_slices()).map(|index| {
+            let region = slicing.cut(tile, &slicing.coord(index));
+            Slice { dst_tile, index, region }
+        }));
     }
-    out.sort_by(|a, b| a.place.cmp(&b.place));
+    out.sort_by(|a, b| a.region.cmp(&b.region));
     out
 }
 
@@ -302,7 +303,7 @@ mod tests {
     fn slicing(dst: &str) -> Result<Slicing, Whole> {
         let problem = problem(&[(dst, dst)]);
         let units = UnitTasks::of(&problem, 0).unwrap();
-        Slicing::decide(&problem.reshards[0].dst.layout, &units.dst_tiles, &problem.topology)
+        Slicing::decide(&units, &problem.topology)
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //!   sum that different nodes hold leave in different messages, however they are added up.
 //! - **Messages.** Adding up and passing on takes a number of messages that no plan goes below ([`messages`]); they share
 //!   the links of all nodes, of those too that have nothing to do with the tensor and could help.
+//! - **Jointly.** The same for nodes of different levels side by side, and for a device's two ways in ([`joint`]).
 //!
 //! ```text
 //! parts on h0 h1 h2, wanted on all three      in    one for each of them
@@ -20,6 +21,7 @@
 //! forward, add up and help. Inside a host it takes it that the host does not bring in, over its NICs, what it can make
 //! of what it holds; a bound that rests on this says so.
 
+mod joint;
 mod messages;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,6 +32,7 @@ use crate::units::{Bytes, Rate};
 use super::assign::{Candidate, Job, least_time};
 use super::demand::{Class, Demands, SumSource};
 use super::problem::{PlanError, Problem};
+use joint::joint_bound;
 use messages::{Need, Parts};
 
 /// The least seconds any plan needs, and what stands in the way of fewer.
@@ -51,7 +54,8 @@ pub(crate) fn bound_of(problem: &Problem, demands: &Demands) -> Bound {
         let classes: Vec<Class> = demands.remote.iter().map(|class| level.lift(class)).collect();
         worst = worst.or_larger(level.bound(&classes, demands));
     }
-    worst.or_larger(inside_hosts(problem, demands))
+    let worst = worst.or_larger(inside_hosts(problem, demands));
+    joint_bound(problem, demands, worst.seconds).unwrap_or(worst)
 }
 
 impl Bound {

@@ -8,12 +8,15 @@
 
 pub mod allgather;
 mod assign;
+mod atoms;
 pub mod bound;
 pub mod broadcast;
+mod coverage;
 mod demand;
 pub mod doc;
 mod draft;
 mod flow;
+pub mod jobs;
 pub mod lower;
 #[cfg(test)]
 mod paper;

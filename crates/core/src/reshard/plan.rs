@@ -3,14 +3,15 @@
 //! Three rules give a plan its meaning; the verifier, the simulator and the engine all follow them:
 //! - **Holding.** A rank may send what it holds from the start, or what a transfer named in `after` brought it.
 //! - **Forwarding streams.** A transfer whose box arrives by a transfer in `after` follows it chunk by chunk, and
-//!   belongs to the same lane. Any other entry of `after` is plain order, and waits for the end.
+//!   belongs to the same lane. Any other entry of `after` is plain order: it is waited for at the rank that both have in
+//!   common, until it has left or arrived there; or where they have none in common, until it has arrived.
 //! - **Channels are first in, first out.** Transfers of one lane from one rank to another travel in list order; other
 //!   channels run side by side. Where they share a link they share it in proportion to their `weight`.
 //!
 //! With `reduce`, the receiver combines what arrives with what it has: with its own part of the partial sum, and with
 //! what earlier transfers brought it. Boxes that parts of a sum arrive in on one rank are the same or disjoint. What
 //! arrives in one box does so in list order, adding to it with `reduce` and replacing it without. A sum is sent by a
-//! transfer that names, in `after`, everything that was added; a transfer that names none of it sends the rank's own
+//! transfer that names, in `after`, what was added last; a transfer that names none of it sends the rank's own
 //! part alone. What arrives later waits, by `after`, for those who send what was there before.
 //!
 //! A sum is thus added up in an order that the plan fixes, never in one that depends on timing. The receiver's own part
@@ -21,6 +22,8 @@
 //! r1 -> r2   b, reduce, then_own     x0 + x1, then + x2
 //! r3 -> r2   b, reduce               x0 + x1 + x2 + x3
 //! ```
+
+use std::sync::Arc;
 
 use crate::id::{Rank, RegionId, TransferId};
 use crate::region::Region;
@@ -61,7 +64,8 @@ pub struct Plan {
     pub chunk_bytes: u64,
     /// Why the strategy chose what it chose, a sentence each.
     pub reasons: Vec<String>,
-    regions: Vec<Region>,
+    /// Shared with the programs that are made of the plan.
+    regions: Arc<Vec<Region>>,
     transfers: Vec<Transfer>,
     /// The `after` lists of all transfers, one behind the other.
     after: Vec<TransferId>,
@@ -90,7 +94,7 @@ impl Plan {
             strategy: strategy.into(),
             chunk_bytes,
             reasons: vec![],
-            regions: vec![],
+            regions: Arc::default(),
             transfers: vec![],
             after: vec![],
         }
@@ -104,6 +108,20 @@ impl Plan {
         &self.regions
     }
 
+    pub(crate) fn shared_regions(&self) -> Arc<Vec<Region>> {
+        self.regions.clone()
+    }
+
+    /// Whether no transfer waits for another.
+    pub(crate) fn is_unordered(&self) -> bool {
+        self.after.is_empty()
+    }
+
+    /// The `after` lists of all transfers as one, and where a transfer's list is in it.
+    pub(crate) fn after_range(&self, transfer: &Transfer) -> std::ops::Range<u32> {
+        transfer.after_start..transfer.after_start + transfer.after_len
+    }
+
     pub fn region(&self, transfer: &Transfer) -> &Region {
         &self.regions[transfer.region.index()]
     }
@@ -113,8 +131,9 @@ impl Plan {
     }
 
     pub fn add_region(&mut self, region: Region) -> RegionId {
-        self.regions.push(region);
-        RegionId::at(self.regions.len() - 1)
+        let regions = Arc::make_mut(&mut self.regions);
+        regions.push(region);
+        RegionId::at(regions.len() - 1)
     }
 
     /// Adds a transfer; its weight is its size.

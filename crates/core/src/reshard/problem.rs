@@ -6,6 +6,9 @@ use crate::cluster::{Cluster, Host, Topology};
 use crate::id::Rank;
 use crate::layout::Layout;
 use crate::mesh::{Mesh, RankList};
+use crate::region::Region;
+
+use super::coverage;
 
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -31,6 +34,18 @@ pub enum PlanError {
         "rank {rank} of mesh {mesh} leaves {gap} ranks below it without a device\nhint: ranks are dense; without a cluster file a mesh lists ranks at most one above those in use"
     )]
     RankGap { mesh: String, rank: u32, gap: u32 },
+    #[error(
+        "nobody holds {region}{what}, which {rank} wants\n  {layouts}\nhint: list it for a device of the source, or nobody should want it"
+    )]
+    NobodyHolds { region: Region, what: Box<str>, rank: Rank, layouts: Box<str> },
+    #[error(
+        "{rank} wants {region} twice: in {first} and in {second}\n  {dst}\nhint: a device receives an element once; cut one of the boxes short"
+    )]
+    WantedTwice { rank: Rank, region: Region, first: Region, second: Region, dst: Box<str> },
+    #[error(
+        "rank {rank} of mesh {mesh} and a rank offset of {offset} make {}, which is too large\nhint: ranks go up to {}", u64::from(*rank) + u64::from(*offset), u32::MAX - 1
+    )]
+    OffsetTooLarge { mesh: String, rank: u32, offset: u32 },
     #[error("there is nothing to plan: no tensor was given")]
     NoTensors,
     #[error("strategy `{strategy}` cannot combine the partial sums of {src}\nhint: use `flow`")]
@@ -120,6 +135,7 @@ impl Problem {
         for (name, src, dst) in pairs {
             let src = placer.place(src)?;
             let dst = placer.place(dst)?;
+            coverage::check(&src, &dst)?;
             reshards.push(Reshard { name, src, dst });
         }
         let cluster = placer.cluster;
@@ -144,10 +160,8 @@ impl Problem {
 pub const MAX_BYTES: u64 = 1 << 56;
 
 fn check_bytes(pairs: &[(String, Layout, Layout)]) -> Result<(), PlanError> {
-    let on_devices = |layout: &Layout| {
-        let tiles: u128 = (0..layout.shape().len()).map(|dim| layout.num_parts(dim) as u128).product();
-        (u128::from(layout.bytes()) * layout.mesh().len() as u128).div_ceil(tiles)
-    };
+    // Boxes may be a small part of a tensor, whose bytes are added up elsewhere.
+    let on_devices = |layout: &Layout| layout.bytes_on_devices().max(layout.bytes().into());
     let bytes = pairs.iter().map(|(_, src, dst)| on_devices(src) + on_devices(dst)).sum::<u128>();
     match bytes > u128::from(MAX_BYTES) {
         true => Err(PlanError::TooLarge { what: "bytes over all devices", limit: MAX_BYTES }),
@@ -156,7 +170,7 @@ fn check_bytes(pairs: &[(String, Layout, Layout)]) -> Result<(), PlanError> {
 }
 
 fn check_pair(src: &Layout, dst: &Layout) -> Result<(), PlanError> {
-    let texts = || (src.to_string(), dst.to_string());
+    let texts = || (src.summary(), dst.summary());
     if src.shape() != dst.shape() {
         let (src, dst) = texts();
         return Err(PlanError::ShapeDiffers { src, dst });
@@ -166,7 +180,7 @@ fn check_pair(src: &Layout, dst: &Layout) -> Result<(), PlanError> {
         return Err(PlanError::DTypeDiffers { src, dst });
     }
     if dst.partial().is_some() {
-        return Err(PlanError::PartialDestination { dst: dst.to_string() });
+        return Err(PlanError::PartialDestination { dst: dst.summary() });
     }
     Ok(())
 }
@@ -293,5 +307,12 @@ mod tests {
         // Four whole copies beside the source are too many, two are not.
         assert_eq!(of(MAX_BYTES / 4, "_").unwrap_err(), limit);
         assert!(of(MAX_BYTES / 4, "tp").is_ok());
+        // Boxes that are small but far away in memory, or in a tensor that is too large.
+        let far = |boxes: &str| problem(&format!("u8[8]@A{{x:1}}{{0: {boxes}}}"), "u8[8]@B{x:1}{0: [0:1]}");
+        assert_eq!(far(&format!("[0:8] at {MAX_BYTES}")).unwrap_err(), limit);
+        assert_eq!(far(&format!("[0:8] by {}", MAX_BYTES / 4)).unwrap_err(), limit);
+        assert!(far(&format!("[0:8] at {}", MAX_BYTES / 2)).is_ok());
+        let huge = format!("u8[{}]@A{{x:1}}{{0: [0:1]}}", u64::MAX);
+        assert_eq!(problem(&huge, &huge).unwrap_err(), limit);
     }
 }

@@ -7,11 +7,14 @@
 //! (tp of 4+2, tp), rank 0      dim 0   0:2 and 4:5        [4:5, 0:3] lies in the shard: 4:5 in 4:5 and 0:3 in 0:3
 //!                              dim 1   0:3                [1:3, 0:3] does not: 1:3 is in neither span
 //! ```
+//!
+//! Where a layout lists boxes, an index over each rank's says which of them a box meets.
 
 use rustc_hash::FxHashMap;
 
+use crate::box_index::BoxIndex;
 use crate::id::Rank;
-use crate::layout::{Layout, boxes};
+use crate::layout::{ByAxes, Layout, boxes};
 use crate::region::{Region, Span};
 
 use super::problem::{Placed, Problem, Reshard};
@@ -69,6 +72,110 @@ impl AllSides {
 pub struct Shards {
     /// By rank: its place in the mesh, or `ABSENT`.
     positions: Vec<u32>,
+    held: Held,
+    /// By place in the mesh: its part of the partial sum.
+    contributions: Vec<u32>,
+    num_contributions: usize,
+}
+
+/// What the places of the mesh hold.
+#[derive(Debug)]
+enum Held {
+    Spans(SpanShards),
+    Boxes(BoxShards),
+}
+
+const ABSENT: u32 = u32::MAX;
+
+impl Shards {
+    pub fn new(placed: &Placed, num_ranks: usize) -> Self {
+        let layout = &placed.layout;
+        let mut positions = vec![ABSENT; num_ranks];
+        for (position, rank) in placed.ranks.iter().enumerate() {
+            positions[rank.index()] = position as u32;
+        }
+        let contribution = |position| layout.contribution_at(&layout.mesh().coord(position)) as u32;
+        let held = match layout.by_axes() {
+            Some(split) => Held::Spans(SpanShards::new(layout, split)),
+            None => Held::Boxes(BoxShards::new(layout)),
+        };
+        Self {
+            positions,
+            held,
+            contributions: (0..layout.mesh().len()).map(contribution).collect(),
+            num_contributions: layout.num_contributions(),
+        }
+    }
+
+    /// The rank's place in the mesh.
+    pub fn position(&self, rank: Rank) -> Option<usize> {
+        let position = *self.positions.get(rank.index())?;
+        (position != ABSENT).then_some(position as usize)
+    }
+
+    /// Whether the whole box lies in one box of the rank's shard.
+    pub fn contains(&self, rank: Rank, region: &Region) -> bool {
+        let Some(position) = self.position(rank) else { return false };
+        match &self.held {
+            Held::Spans(spans) => spans.contains(position, region),
+            Held::Boxes(boxes) => boxes.at(position).index.any_contains(region.spans()),
+        }
+    }
+
+    /// Whether some of the box lies in the rank's shard.
+    pub fn overlaps(&self, rank: Rank, region: &Region) -> bool {
+        let Some(position) = self.position(rank) else { return false };
+        match &self.held {
+            Held::Spans(spans) => spans.overlaps(position, region),
+            Held::Boxes(boxes) => boxes.at(position).index.any_meets(region.spans()),
+        }
+    }
+
+    /// What tells shards apart: two ranks with equal tiles hold the same. None outside the mesh.
+    pub fn tile(&self, rank: Rank) -> Option<&[u32]> {
+        let position = self.position(rank)?;
+        Some(match &self.held {
+            Held::Spans(spans) => spans.tile(position),
+            Held::Boxes(boxes) => &boxes.kind_of[position..=position],
+        })
+    }
+
+    /// The rank's boxes, none of them overlapping another; none at all where it holds nothing.
+    pub fn boxes(&self, rank: Rank) -> Vec<Region> {
+        match (self.position(rank), &self.held) {
+            (None, _) => vec![],
+            (Some(position), Held::Spans(spans)) => spans.boxes(position),
+            (Some(position), Held::Boxes(boxes)) => boxes.at(position).apart.clone(),
+        }
+    }
+
+    /// The parts of the box that lie in the rank's shard, none of them overlapping another.
+    pub fn common(&self, rank: Rank, region: &Region) -> Vec<Region> {
+        match (self.position(rank), &self.held) {
+            (None, _) => vec![],
+            (Some(position), Held::Spans(spans)) => spans.common(position, region),
+            (Some(position), Held::Boxes(boxes)) => boxes.at(position).common(region),
+        }
+    }
+
+    /// Which part of a partial sum the rank holds, if it holds anything.
+    pub fn contribution(&self, rank: Rank) -> Option<u32> {
+        self.position(rank).map(|position| self.contributions[position])
+    }
+
+    /// Whether ranks hold parts of a sum rather than values.
+    pub fn is_partial(&self) -> bool {
+        self.num_contributions > 1
+    }
+
+    pub fn num_contributions(&self) -> usize {
+        self.num_contributions
+    }
+}
+
+/// Shards of splits: products of spans.
+#[derive(Debug)]
+struct SpanShards {
     num_dims: usize,
     /// By place in the mesh and dim: which of `part_starts` it holds.
     parts: Vec<u32>,
@@ -78,35 +185,18 @@ pub struct Shards {
     /// By place in the mesh and dim: its one span. Empty unless every part has exactly one, as all but fused and empty
     /// parts have.
     only: Vec<Span>,
-    /// By place in the mesh: its part of the partial sum.
-    contributions: Vec<u32>,
-    num_contributions: usize,
 }
 
-const ABSENT: u32 = u32::MAX;
-
-impl Shards {
-    pub fn new(placed: &Placed, num_ranks: usize) -> Self {
-        let layout = &placed.layout;
-        let num_dims = layout.shape().len();
-        let mut shards = Self {
-            positions: vec![ABSENT; num_ranks],
-            num_dims,
-            parts: Vec::with_capacity(placed.ranks.len() * num_dims),
-            part_starts: vec![0],
-            spans: vec![],
-            only: vec![],
-            contributions: Vec::with_capacity(placed.ranks.len()),
-            num_contributions: layout.num_contributions(),
-        };
-        let first_parts: Vec<u32> =
-            (0..num_dims).map(|dim| shards.add_dim(&layout.part_spans(dim))).collect();
-        for (position, rank) in placed.ranks.iter().enumerate() {
+impl SpanShards {
+    fn new(layout: &Layout, split: ByAxes) -> Self {
+        let (num_dims, devices) = (layout.shape().len(), layout.mesh().len());
+        let parts = Vec::with_capacity(devices * num_dims);
+        let mut shards = Self { num_dims, parts, part_starts: vec![0], spans: vec![], only: vec![] };
+        let first_parts: Vec<u32> = (0..num_dims).map(|dim| shards.add_dim(&split.part_spans(dim))).collect();
+        for position in 0..devices {
             let coord = layout.mesh().coord(position);
-            shards.positions[rank.index()] = position as u32;
-            let parts = (0..num_dims).map(|dim| first_parts[dim] + layout.part_at(dim, &coord) as u32);
+            let parts = (0..num_dims).map(|dim| first_parts[dim] + split.part_at(dim, &coord) as u32);
             shards.parts.extend(parts);
-            shards.contributions.push(layout.contribution_at(&coord) as u32);
         }
         if shards.spans.len() + 1 == shards.part_starts.len() && shards.part_starts.is_sorted_by(|a, b| a < b)
         {
@@ -125,67 +215,97 @@ impl Shards {
         first
     }
 
-    fn dims(&self, rank: Rank) -> Option<impl Iterator<Item = &[Span]>> {
-        Some(self.tile(rank)?.iter().map(|&part| {
+    fn tile(&self, position: usize) -> &[u32] {
+        &self.parts[position * self.num_dims..][..self.num_dims]
+    }
+
+    fn dims(&self, position: usize) -> impl Iterator<Item = &[Span]> {
+        self.tile(position).iter().map(|&part| {
             let (start, end) = (self.part_starts[part as usize], self.part_starts[part as usize + 1]);
             &self.spans[start as usize..end as usize]
-        }))
+        })
     }
 
-    /// Whether the whole box lies in the rank's shard.
-    pub fn contains(&self, rank: Rank, region: &Region) -> bool {
-        let Some(&position) = self.positions.get(rank.index()) else { return false };
-        if !self.only.is_empty() && position != ABSENT {
-            let held = &self.only[position as usize * self.num_dims..][..self.num_dims];
+    fn contains(&self, position: usize, region: &Region) -> bool {
+        if !self.only.is_empty() {
+            let held = &self.only[position * self.num_dims..][..self.num_dims];
             return held.iter().zip(region.spans()).all(|(h, span)| h.contains(*span));
         }
-        let Some(dims) = self.dims(rank) else { return false };
-        dims.zip(region.spans()).all(|(held, span)| held.iter().any(|h| h.contains(*span)))
+        self.dims(position).zip(region.spans()).all(|(held, span)| held.iter().any(|h| h.contains(*span)))
     }
 
-    /// Whether some of the box lies in the rank's shard.
-    pub fn overlaps(&self, rank: Rank, region: &Region) -> bool {
-        let Some(dims) = self.dims(rank) else { return false };
-        dims.zip(region.spans()).all(|(held, span)| held.iter().any(|h| h.intersect(*span).is_some()))
+    fn overlaps(&self, position: usize, region: &Region) -> bool {
+        let mut dims = self.dims(position).zip(region.spans());
+        dims.all(|(held, span)| held.iter().any(|h| h.intersect(*span).is_some()))
     }
 
-    /// What tells shards apart: two ranks with equal tiles hold the same. None outside the mesh.
-    pub fn tile(&self, rank: Rank) -> Option<&[u32]> {
-        let position = *self.positions.get(rank.index())?;
-        (position != ABSENT).then(|| &self.parts[position as usize * self.num_dims..][..self.num_dims])
+    fn boxes(&self, position: usize) -> Vec<Region> {
+        boxes(&self.dims(position).collect::<Vec<_>>()).into_iter().filter(|b| !b.is_empty()).collect()
     }
 
-    /// The rank's boxes; none where it holds nothing.
-    pub fn boxes(&self, rank: Rank) -> Vec<Region> {
-        match self.dims(rank) {
-            Some(dims) => boxes(&dims.collect::<Vec<_>>()).into_iter().filter(|b| !b.is_empty()).collect(),
-            None => vec![],
-        }
-    }
-
-    /// The parts of the box that lie in the rank's shard.
-    pub fn common(&self, rank: Rank, region: &Region) -> Vec<Region> {
-        let Some(dims) = self.dims(rank) else { return vec![] };
-        let common: Vec<Vec<Span>> = dims
+    fn common(&self, position: usize, region: &Region) -> Vec<Region> {
+        let common: Vec<Vec<Span>> = self
+            .dims(position)
             .zip(region.spans())
             .map(|(held, span)| held.iter().filter_map(|h| h.intersect(*span)).collect())
             .collect();
         boxes(&common.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
+}
 
-    /// Which part of a partial sum the rank holds, if it holds anything.
-    pub fn contribution(&self, rank: Rank) -> Option<u32> {
-        let position = *self.positions.get(rank.index())?;
-        (position != ABSENT).then(|| self.contributions[position as usize])
+/// Shards that are listed, box by box.
+#[derive(Debug)]
+struct BoxShards {
+    kinds: Vec<BoxShard>,
+    /// By place in the mesh.
+    kind_of: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct BoxShard {
+    /// The boxes as they are listed.
+    index: BoxIndex,
+    /// The same elements, each in one box. As listed, unless a rank lists some elements twice.
+    apart: Vec<Region>,
+    apart_index: BoxIndex,
+}
+
+impl BoxShards {
+    fn new(layout: &Layout) -> Self {
+        let table = layout.by_boxes().expect("what is not split by axes is listed by boxes");
+        let kinds = table.kinds().iter().map(|held| BoxShard::new(held.iter().map(|h| &h.region)));
+        Self {
+            kinds: kinds.collect(),
+            kind_of: (0..layout.mesh().len()).map(|position| table.kind(position) as u32).collect(),
+        }
     }
 
-    /// Whether ranks hold parts of a sum rather than values.
-    pub fn is_partial(&self) -> bool {
-        self.num_contributions > 1
+    fn at(&self, position: usize) -> &BoxShard {
+        &self.kinds[self.kind_of[position] as usize]
+    }
+}
+
+impl BoxShard {
+    fn new<'a>(regions: impl ExactSizeIterator<Item = &'a Region> + Clone) -> Self {
+        let index = BoxIndex::new(regions.clone());
+        if index.first_overlap().is_none() {
+            let apart: Vec<Region> = regions.cloned().collect();
+            return Self { apart_index: index.clone(), index, apart };
+        }
+        let mut apart: Vec<Region> = Vec::new();
+        for region in regions {
+            let mut left = vec![region.clone()];
+            for known in apart.iter().filter(|known| known.overlaps(region)) {
+                left = left.iter().flat_map(|part| part.subtract(known)).collect();
+            }
+            apart.extend(left);
+        }
+        Self { index, apart_index: BoxIndex::new(apart.iter()), apart }
     }
 
-    pub fn num_contributions(&self) -> usize {
-        self.num_contributions
+    fn common(&self, region: &Region) -> Vec<Region> {
+        let meeting = self.apart_index.meeting(region.spans()).into_iter();
+        meeting.filter_map(|i| self.apart[i as usize].intersect(region)).collect()
     }
 }
 
@@ -196,8 +316,24 @@ mod tests {
 
     #[test]
     fn agrees_with_the_layout_on_every_box() {
-        let src = "f32[6,5]@A{tp:2,dp:2}(tp of 4+2,dp)".parse().unwrap();
-        let problem = Problem::pair(src, "f32[6,5]@B{tp:3}(tp,_)".parse().unwrap()).unwrap();
+        agree("f32[6,5]@A{tp:2,dp:2}(tp of 4+2,dp)", "f32[6,5]@B{tp:3}(tp,_)");
+        let boxes = "{0: [0:4, 1:3] [4:6, 0:5]; 2: [0:1, 0:1]; 3: [0:6, 0:5]}";
+        agree(&format!("f32[6,5]@A{{x:4}}{boxes}"), "f32[6,5]@B{x:3}{1: [0:6, 0:2] [2:6, 2:5]}");
+    }
+
+    #[test]
+    fn what_a_rank_lists_twice_it_has_once() {
+        let src = "f32[6]@A{x:1}{0: [0:4] [2:6]}".parse().unwrap();
+        let problem = Problem::pair(src, "f32[6]@B{x:1}(_)".parse().unwrap()).unwrap();
+        let shards = Shards::new(&problem.reshards[0].src, 2);
+        let (whole, middle) = (Region::whole(&[6]), Region::new(vec![Span::new(2, 5)]));
+        assert_eq!(shards.common(Rank(0), &whole).iter().map(Region::volume).sum::<u64>(), 6);
+        assert_eq!(shards.boxes(Rank(0)).iter().map(Region::volume).sum::<u64>(), 6);
+        assert!(shards.contains(Rank(0), &middle) && !shards.contains(Rank(0), &whole));
+    }
+
+    fn agree(src: &str, dst: &str) {
+        let problem = Problem::pair(src.parse().unwrap(), dst.parse().unwrap()).unwrap();
         for placed in [&problem.reshards[0].src, &problem.reshards[0].dst] {
             let shards = Shards::new(placed, problem.topology.num_ranks());
             for rank in (0..7).map(Rank) {
@@ -211,7 +347,8 @@ mod tests {
                     let asked = Region::new(vec![Span::new(a, b + 1), Span::new(c, d + 1)]);
                     let common: u64 =
                         held.iter().filter_map(|h| h.intersect(&asked)).map(|r| r.volume()).sum();
-                    assert_eq!(shards.contains(rank, &asked), common == asked.volume());
+                    let contains = held.iter().any(|h| h.contains(&asked));
+                    assert_eq!(shards.contains(rank, &asked), contains);
                     assert_eq!(shards.overlaps(rank, &asked), common > 0);
                     assert_eq!(shards.common(rank, &asked).iter().map(Region::volume).sum::<u64>(), common);
                 }

@@ -5,7 +5,7 @@
 //! dest. tiles    |d0|d1 |d2|        (d0,s0) (d1,s0) (d1,s1) (d2,s1)
 //! ```
 //!
-//! A task is one box, or several where parts are fused. Any device of the source tile may send it, and every device of
+//! A task is one box, or several where parts are fused or listed. Any device of the source tile may send it, and every device of
 //! the destination tile that does not hold it already has to get it. The baselines plan whole tasks; only `flow` cuts
 //! them up.
 
@@ -36,8 +36,8 @@ pub(super) struct UnitTasks {
     pub tasks: Vec<UnitTask>,
     pub elem_bytes: u64,
     boxes: Vec<Region>,
-    /// The source tile of every rank of the cluster, where it has one.
-    tile_held: Vec<Option<u32>>,
+    /// The source tiles of every rank of the cluster, rising.
+    tiles_held: Vec<Vec<u32>>,
 }
 
 impl UnitTasks {
@@ -45,10 +45,10 @@ impl UnitTasks {
         let reshard = &problem.reshards[tensor as usize];
         let Pieces { src_tiles, dst_tiles, mut pieces } = Pieces::of(reshard)?;
         pieces.sort_by_key(|p| (p.dst_tile, p.src_tile));
-        let mut tile_held = vec![None; problem.topology.num_ranks()];
+        let mut tiles_held = vec![vec![]; problem.topology.num_ranks()];
         for (tile, holders) in src_tiles.iter().enumerate() {
             for rank in &holders.ranks {
-                tile_held[rank.index()] = Some(tile as u32);
+                tiles_held[rank.index()].push(tile as u32);
             }
         }
         let elem_bytes = reshard.src.layout.dtype().bytes();
@@ -69,7 +69,7 @@ impl UnitTasks {
             }
         }
         let boxes = pieces.into_iter().map(|p| p.region).collect();
-        Ok(Self { tensor, src_tiles, dst_tiles, tasks, elem_bytes, boxes, tile_held })
+        Ok(Self { tensor, src_tiles, dst_tiles, tasks, elem_bytes, boxes, tiles_held })
     }
 
     /// The tasks of every tensor of a problem, refused where they would make more than [`MAX_TRANSFERS`].
@@ -112,7 +112,7 @@ impl UnitTasks {
     }
 
     pub fn holds(&self, rank: Rank, src_tile: u32) -> bool {
-        self.tile_held[rank.index()] == Some(src_tile)
+        self.tiles_held[rank.index()].binary_search(&src_tile).is_ok()
     }
 }
 

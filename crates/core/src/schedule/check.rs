@@ -3,7 +3,7 @@
 //! - [`completeness`]: is every pass there?
 //! - [`dependencies`]: does every device run what it makes for itself before it uses it?
 //! - [`deadlock`]: does the order lead to the end however long messages take? Then, and only then, nobody waits in a
-//!   circle. [`deadlock_if_blocking`] asks the same where a send and its receive hold up both devices.
+//!   cycle. [`deadlock_if_blocking`] asks the same where a send and its receive hold up both devices.
 //! - [`channels`]: are messages on an edge used in the order they were sent?
 //! - [`memory`](super::memory): do the activations fit?
 
@@ -168,7 +168,7 @@ pub fn dependencies(schedule: &Schedule) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// The orders of the devices and what passes need make no circle: then every delay of messages only delays.
+/// The orders of the devices and what passes need make no cycle: then every delay of messages only delays.
 pub fn deadlock(schedule: &Schedule) -> Result<(), CheckError> {
     OrderGraph::of(schedule)?.acyclic().map_err(|cycle| CheckError::Deadlock { cycle })
 }

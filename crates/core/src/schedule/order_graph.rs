@@ -1,4 +1,4 @@
-//! What must come before what: the devices' orders and what passes need, as one graph. A circle in it is a deadlock.
+//! What must come before what: the devices' orders and what passes need, as one graph. A cycle in it is a deadlock.
 //!
 //! ```text
 //! buffered   a pass comes after the one before it on its device, and after what it needs
@@ -10,11 +10,12 @@
 use std::fmt;
 
 use crate::id::DeviceId;
+use crate::topological::topological;
 
 use super::check::CheckError;
 use super::{Pass, Schedule, Via};
 
-/// One step of a circle.
+/// One step of a cycle.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Wait {
     pub pass: Pass,
@@ -140,59 +141,28 @@ impl<'a> OrderGraph<'a> {
         self.passes.get(node as usize + 1).filter(|(d, _)| *d == device).map(|_| node + 1)
     }
 
-    /// Whether every node can have its turn; otherwise a circle of those that cannot.
+    /// Whether every node can have its turn; otherwise a cycle of those that cannot.
     pub fn acyclic(&self) -> Result<(), Vec<Wait>> {
-        let left = self.stuck();
-        match left.iter().position(|stuck| *stuck) {
-            None => Ok(()),
-            Some(first) => Err(self.circle(first as u32, &left)),
-        }
+        let waits_for = |node: u32, i: usize| self.before[node as usize].get(i).map(|(other, _)| *other);
+        topological(self.before.len(), waits_for).map(|_| ()).map_err(|cycle| self.waits(&cycle))
     }
 
-    /// The nodes left when all that can have their turn had it.
-    fn stuck(&self) -> Vec<bool> {
-        let mut missing: Vec<u32> = self.before.iter().map(|b| b.len() as u32).collect();
-        let mut behind: Vec<Vec<u32>> = vec![vec![]; self.before.len()];
-        for (node, before) in self.before.iter().enumerate() {
-            before.iter().for_each(|(other, _)| behind[*other as usize].push(node as u32));
-        }
-        let mut ready: Vec<u32> =
-            (0..self.before.len() as u32).filter(|n| missing[*n as usize] == 0).collect();
-        while let Some(node) = ready.pop() {
-            for &other in &behind[node as usize] {
-                missing[other as usize] -= 1;
-                if missing[other as usize] == 0 {
-                    ready.push(other);
-                }
-            }
-        }
-        missing.iter().map(|m| *m > 0).collect()
-    }
-
-    /// Every stuck node waits for a stuck one, so walking back meets a node again.
-    fn circle(&self, start: u32, stuck: &[bool]) -> Vec<Wait> {
-        let mut seen = vec![None; self.before.len()];
-        let mut walk: Vec<(u32, Why)> = Vec::new();
-        let mut node = start;
-        while seen[node as usize].is_none() {
-            seen[node as usize] = Some(walk.len());
-            let waits = self.before[node as usize].iter().find(|(other, _)| stuck[*other as usize]);
-            let &(other, why) = waits.expect("a stuck node waits for a stuck one");
-            walk.push((node, why));
-            node = other;
-        }
-        let circle = &walk[seen[node as usize].expect("the walk came back here")..];
-        shortened(circle.iter().filter_map(|&(node, why)| {
+    /// A cycle of nodes, each with why it waits for the next; messages are left out.
+    fn waits(&self, cycle: &[u32]) -> Vec<Wait> {
+        let next = cycle.iter().cycle().skip(1);
+        shortened(cycle.iter().zip(next).filter_map(|(&node, next)| {
             let &(device, pass) = self.passes.get(node as usize)?;
+            let waits = self.before[node as usize].iter().find(|(other, _)| other == next);
+            let &(_, why) = waits.expect("each waits for the next");
             Some(Wait { pass, device, why })
         }))
     }
 }
 
 /// Several steps back along one device's order are one.
-fn shortened(circle: impl Iterator<Item = Wait>) -> Vec<Wait> {
+fn shortened(cycle: impl Iterator<Item = Wait>) -> Vec<Wait> {
     let mut steps: Vec<Wait> = Vec::new();
-    for wait in circle {
+    for wait in cycle {
         match (steps.last_mut(), wait.why) {
             (Some(Wait { why: Why::After(after), .. }), Why::After(pass)) => *after = pass,
             _ => steps.push(wait),

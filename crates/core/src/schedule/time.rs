@@ -76,7 +76,7 @@ pub fn time(schedule: &Schedule, costs: &Costs) -> Result<Timed, CheckError> {
     }
     match clock.finished == schedule.num_passes() {
         true => Ok(clock.finish()),
-        false => Err(check::deadlock(schedule).expect_err("devices that wait forever wait in a circle")),
+        false => Err(check::deadlock(schedule).expect_err("devices that wait forever wait in a cycle")),
     }
 }
 

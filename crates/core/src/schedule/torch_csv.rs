@@ -293,10 +293,10 @@ mod tests {
     }
 
     #[test]
-    fn a_file_with_a_missing_pass_or_a_circle_fails_its_check() {
+    fn a_file_with_a_missing_pass_or_a_cycle_fails_its_check() {
         let missing = read("file", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n").unwrap();
         assert_eq!(check(&missing).unwrap_err().to_string(), "1BW1 is missing: device 1 never runs it");
-        let circle = read("file", "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n").unwrap();
-        assert!(check(&circle).unwrap_err().to_string().starts_with("deadlock: "));
+        let cycle = read("file", "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n").unwrap();
+        assert!(check(&cycle).unwrap_err().to_string().starts_with("deadlock: "));
     }
 }

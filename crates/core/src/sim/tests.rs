@@ -3,7 +3,7 @@
 use super::*;
 use crate::cluster::{Group, Host, Tier};
 use crate::id::{HostId, RegionId};
-use crate::program::{Buffer, Dep, DepKind, Op, OpKind, RankProgram};
+use crate::program::{Dep, DepKind, List, Op, OpKind, RankProgram, TileId};
 use crate::trace::Link;
 
 /// A program written down as messages: `(src, dst, bytes, weight)`, and for each the messages it follows or waits for.
@@ -34,9 +34,12 @@ impl Sketch {
                 ranked.ops.len() as u32 - 1
             };
             let tag = tag as u32;
-            let send = add(src, OpKind::Send { to: Rank(dst), lane: src, tag, weight, from: Buffer::Src });
-            let recv =
-                add(dst, OpKind::Recv { from: Rank(src), lane: src, tag, into: Buffer::Dst, reduce: false });
+            let send =
+                add(src, OpKind::Send { to: Rank(dst), lane: src, tag, weight, from: TileId::NOWHERE });
+            let recv = add(
+                dst,
+                OpKind::Recv { from: Rank(src), lane: src, tag, into: TileId::NOWHERE, reduce: false },
+            );
             ops.push((send, recv));
         }
         for tag in 0..self.messages.len() {
@@ -237,9 +240,10 @@ fn a_follower_waits_for_what_is_still_on_the_wire() {
 /// r0 computes, sends what it computed while it computes on, and r1 computes with it.
 #[test]
 fn computing_takes_its_time_beside_what_moves() {
-    let compute = |pass, nanos| OpKind::Compute { pass, nanos };
-    let send = OpKind::Send { to: Rank(1), lane: 0, tag: 0, weight: 1, from: Buffer::Src };
-    let recv = OpKind::Recv { from: Rank(0), lane: 0, tag: 0, into: Buffer::Dst, reduce: false };
+    let compute =
+        |pass, nanos| OpKind::Compute { pass, nanos, needs: List::default(), makes: List::default() };
+    let send = OpKind::Send { to: Rank(1), lane: 0, tag: 0, weight: 1, from: TileId::NOWHERE };
+    let recv = OpKind::Recv { from: Rank(0), lane: 0, tag: 0, into: TileId::NOWHERE, reduce: false };
     let rank = |ops: &[(OpKind, Option<u32>)]| {
         let mut ranked = RankProgram::default();
         for (kind, dep) in ops {

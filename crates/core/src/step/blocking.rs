@@ -80,7 +80,7 @@ pub(super) fn blocking_order(step: &Step) -> Result<Vec<Item>, StepError> {
     }
     match play.first_left() {
         None => Ok(play.order),
-        Some(first) => Err(StepError::Circle { first }),
+        Some(first) => Err(StepError::Cycle { first }),
     }
 }
 

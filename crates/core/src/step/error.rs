@@ -26,11 +26,17 @@ pub enum StepError {
     #[error("crossing `{name}` moves {what} at {rank}, which is not on device {}", device.0)]
     WrongMesh { name: String, what: &'static str, rank: Rank, device: DeviceId },
     #[error(
-        "the passes of the schedule wait for each other in a circle, the first is {first}\nhint: check the schedule"
+        "the passes of the schedule wait for each other in a cycle, the first is {first}\nhint: check the schedule"
     )]
-    Circle { first: Pass },
+    Cycle { first: Pass },
     #[error("crossing `{name}` cannot be drawn in broad strokes: {what}")]
     Coarse { name: String, what: String },
     #[error(transparent)]
-    Verify(#[from] VerifyError),
+    Verify(Box<VerifyError>),
+}
+
+impl From<VerifyError> for StepError {
+    fn from(error: VerifyError) -> Self {
+        Self::Verify(Box::new(error))
+    }
 }

@@ -49,7 +49,7 @@ pub(super) fn runnable_order(step: &Step) -> Result<Vec<Pass>, StepError> {
         true => Ok(order),
         false => {
             let stuck = waits.iter().position(|w| *w > 0).expect("some pass was not reached");
-            Err(StepError::Circle { first: passes[stuck] })
+            Err(StepError::Cycle { first: passes[stuck] })
         }
     }
 }

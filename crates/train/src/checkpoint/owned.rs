@@ -50,7 +50,7 @@ pub fn owned(
 
 /// The axes of the mesh along which ranks hold the same elements.
 fn replicas(parameter: &Parameter, sharding: Sharding) -> Vec<usize> {
-    let splits = parameter.layout.splits();
+    let splits = parameter.layout.by_axes().expect("parameters are split by axes").splits();
     let different = |axis: usize, name: &str| {
         splits.iter().any(|s| s.axes.contains(&axis)) || (name == "dp" && sharding == Sharding::AlongDp)
     };

@@ -188,7 +188,8 @@ pub fn norm_piece<K: Kernels>(
     elsewhere: &[&str],
 ) -> f64 {
     let counts = |p: &&Parameter| {
-        let split = p.layout.splits().iter().flat_map(|s| &s.axes);
+        let split =
+            p.layout.by_axes().expect("parameters are split by axes").splits().iter().flat_map(|s| &s.axes);
         let over_tp = split.into_iter().any(|&axis| p.layout.mesh().axes()[axis].name == "tp");
         (over_tp || place.tp().rank == 0) && !elsewhere.contains(&p.name.as_str())
     };

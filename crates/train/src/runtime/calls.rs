@@ -34,8 +34,8 @@ pub trait Call: Send {
 
 /// A call under way, on the engine's side.
 pub trait Running {
-    fn has_ended(&self, comm: &Collectives) -> bool;
-    fn finish(self: Box<Self>, comm: &mut Collectives) -> Result<(), CallError>;
+    /// Replies if it has ended, without waiting; else it is handed back.
+    fn finish(self: Box<Self>, comm: &mut Collectives) -> Option<Box<dyn Running>>;
 }
 
 /// The device's side.
@@ -153,14 +153,16 @@ struct UnderWay<T> {
 }
 
 impl<T: Element> Running for UnderWay<T> {
-    fn has_ended(&self, comm: &Collectives) -> bool {
-        comm.has_ended(&self.pending)
-    }
-
-    fn finish(self: Box<Self>, comm: &mut Collectives) -> Result<(), CallError> {
-        // A device that is gone needs no reply.
-        let _gone = self.reply.send(comm.wait(self.pending)?);
-        Ok(())
+    fn finish(self: Box<Self>, comm: &mut Collectives) -> Option<Box<dyn Running>> {
+        let Self { pending, reply } = *self;
+        match comm.finish(pending) {
+            Ok(result) => {
+                // A device that is gone needs no reply.
+                let _gone = reply.send(result);
+                None
+            }
+            Err(pending) => Some(Box::new(Self { pending, reply })),
+        }
     }
 }
 
@@ -176,13 +178,8 @@ impl Desk {
         while let Ok(call) = self.calls.try_recv() {
             self.running.push(call.start(comm)?);
         }
-        let mut at = 0;
-        while at < self.running.len() {
-            match self.running[at].has_ended(comm) {
-                true => self.running.remove(at).finish(comm)?,
-                false => at += 1,
-            }
-        }
+        let running = std::mem::take(&mut self.running);
+        self.running = running.into_iter().filter_map(|call| call.finish(comm)).collect();
         Ok(())
     }
 

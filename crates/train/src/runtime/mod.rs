@@ -126,24 +126,18 @@ impl<T: Scalar + Element> Trainer<T> {
         let (step, lowered) = (&wiring.step, &wiring.lowered);
         let buffers = Arc::new(StepBuffers::allocate(step, lowered, me, options.sharing)?);
         let tied = tied_buffers(wiring, me, options.sharing)?;
-        let allocator = comm.allocator();
-        let (mut made, kernels) = (None, Arc::new(Cpu::new(options.threads)));
-        let worker = Worker::with_waker(|waker| {
-            let (calls, desk) = Calls::new(waker, allocator);
-            let seat = Seat { model, job, wiring, device, position, calls, groups, kernels };
-            let passes = seat.passes(feed, &buffers, tied).map(|passes| Arc::new(Mutex::new(passes)));
-            let shared = passes.as_ref().ok().map(Arc::clone);
-            made = Some(passes.map(|passes| (passes, desk)));
-            let parts = wiring.lowered.parts.clone();
-            Box::new(move |pass| match &shared {
-                Some(passes) => lock(passes).run(parts[pass as usize].pass).map_err(|e| whole_story(&*e)),
-                None => Err("the rank was not set up".into()),
-            })
-        });
+        let (waker, allocator) = (comm.engine_ref().waker(), comm.allocator());
+        let kernels = Arc::new(Cpu::new(options.threads));
+        let (calls, desk) = Calls::new(waker.clone(), allocator);
+        let seat = Seat { model, job, wiring, device, position, calls, groups, kernels };
+        let passes = Arc::new(Mutex::new(seat.passes(feed, &buffers, tied)?));
+        let (shared, parts) = (Arc::clone(&passes), wiring.lowered.parts.clone());
+        let compute =
+            move |pass: u32| lock(&shared).run(parts[pass as usize].pass).map_err(|e| whole_story(&*e));
+        let worker = Worker::new(waker, Box::new(compute));
         let worker =
             worker.map_err(|e| CommError::System { me, what: "start its device", cause: e.to_string() })?;
         comm.engine().set_device(Box::new(worker))?;
-        let (passes, desk) = made.expect("the worker asked for its passes")?;
         Ok(Self { desk, comm, me, wiring: Arc::clone(wiring), buffers, passes, step: 0 })
     }
 
@@ -159,7 +153,7 @@ impl<T: Scalar + Element> Trainer<T> {
     /// The next step, from its data to its update.
     pub fn step(&mut self) -> Result<StepRecord, TrainError> {
         lock(&self.passes).step = self.step;
-        let mut spec = self.buffers.job(2 * (self.step % 2) as u32, &self.wiring.lowered)?;
+        let mut spec = self.buffers.job(2 * (self.step % 2) as u32)?;
         spec.priority = Urgency::Edges as u32;
         let sent = self.comm.engine_ref().traffic();
         let handle = self.comm.engine().start(spec)?;
@@ -244,7 +238,7 @@ impl<T: Scalar + Element> Seat<'_, T> {
         self,
         feed: Arc<dyn Feed>,
         buffers: &Arc<StepBuffers>,
-        tied: Option<(Rank, Arc<Wiring>, RankBuffers)>,
+        tied: Option<(Arc<Wiring>, RankBuffers)>,
     ) -> Result<Passes<T>, TrainError> {
         let place = self.job.place(self.device, self.position).map_err(JobError::from)?;
         let names: Vec<&str> = self.wiring.tied.iter().map(|t| t.name.as_str()).collect();
@@ -308,15 +302,15 @@ fn tied_buffers(
     wiring: &Arc<Wiring>,
     me: Rank,
     sharing: Sharing,
-) -> Result<Option<(Rank, Arc<Wiring>, RankBuffers)>, TrainError> {
+) -> Result<Option<(Arc<Wiring>, RankBuffers)>, TrainError> {
     let Some(exchange) = &wiring.exchange else { return Ok(None) };
-    let Some(program) = exchange.program.ranks.get(me.index()).filter(|p| !p.ops.is_empty()) else {
+    if exchange.program.ranks.get(me.index()).is_none_or(|p| p.ops.is_empty()) {
         return Ok(None);
-    };
-    let buffers = RankBuffers::allocate(&exchange.plan, program, me, sharing);
+    }
+    let buffers = RankBuffers::allocate(exchange.program.rank(me), sharing);
     let what = "allocate the buffers of tied weights";
     let buffers = buffers.map_err(|e| CommError::System { me, what, cause: e.to_string() })?;
-    Ok(Some((me, Arc::clone(wiring), buffers)))
+    Ok(Some((Arc::clone(wiring), buffers)))
 }
 
 fn lock<P>(passes: &Mutex<P>) -> MutexGuard<'_, P> {

@@ -162,7 +162,7 @@ impl<T: Scalar + Element> Passes<T> {
         }
         bytes.resize(kept.bytes, 0);
         let slot = Slot { crossing: kept.crossing, direction: Direction::Forward, tensor: 0, microbatch };
-        self.buffers.write(slot, &bytes);
+        self.send(slot, &bytes);
         self.away.insert((id, microbatch), away);
         Ok(())
     }
@@ -175,7 +175,7 @@ impl<T: Scalar + Element> Passes<T> {
             bytes.resize(kept.bytes, 0);
             let slot =
                 Slot { crossing: kept.crossing, direction: Direction::Backward, tensor: 0, microbatch };
-            self.buffers.read(slot, &mut bytes);
+            self.receive(slot, &mut bytes);
         }
         let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
         Ok(stage.chain.load(MicrobatchId(microbatch.0), &bytes)?)
@@ -300,21 +300,35 @@ impl<T: Scalar + Element> Passes<T> {
             }
             End::Crossing { crossing, tensor } => {
                 let mut buf = self.kernels.buffer(len);
-                self.buffers.read(Slot { crossing, direction, tensor, microbatch }, &mut buf);
+                self.receive(Slot { crossing, direction, tensor, microbatch }, &mut buf);
                 Ok(buf)
             }
             End::Data | End::Loss => Err("nobody makes data and losses".into()),
         }
     }
 
+    /// What the pass under way makes.
+    #[expect(unsafe_code, reason = "a pass writes beside the program that it is part of")]
+    fn send<E: Element>(&self, slot: Slot, shard: &[E]) {
+        // SAFETY: this runs in the pass that makes the slot's tensor, and all ops that read it wait for the pass.
+        unsafe { self.buffers.write(slot, shard) }
+    }
+
+    /// What the pass under way needs.
+    #[expect(unsafe_code, reason = "a pass reads beside the program that it is part of")]
+    fn receive<E: Element>(&self, slot: Slot, shard: &mut [E]) {
+        // SAFETY: this runs in a pass that waited for the slot's tensor, and whatever overwrites it waits for the pass.
+        unsafe { self.buffers.read(slot, shard) }
+    }
+
     fn hand_over(&mut self, end: End, direction: Direction, microbatch: Id, buf: HostBuf<T>) {
         match end {
             End::Here { edge } => drop(self.here.insert((edge, direction, microbatch), buf)),
             End::Crossing { crossing, tensor } if self.job.signal => {
-                self.buffers.write(Slot { crossing, direction, tensor, microbatch }, &[1u8]);
+                self.send(Slot { crossing, direction, tensor, microbatch }, &[1u8]);
             }
             End::Crossing { crossing, tensor } => {
-                self.buffers.write(Slot { crossing, direction, tensor, microbatch }, &buf);
+                self.send(Slot { crossing, direction, tensor, microbatch }, &buf);
             }
             End::Data | End::Loss => {}
         }

@@ -17,7 +17,7 @@ use std::sync::mpsc::Sender;
 use crossmesh_comm::buffer::RankBuffers;
 use crossmesh_comm::collectives::{Buffer, CallError, Collectives, Element, GroupId, Reduction};
 use crossmesh_comm::engine::{Handle, JobSpec};
-use crossmesh_core::id::{Rank, StageId};
+use crossmesh_core::id::StageId;
 
 use super::calls::{Call, Calls, Promise, Running, Urgency, What, add_waited, take_waited};
 use super::passes::{PassFailure, Passes};
@@ -31,7 +31,7 @@ use crate::optim::{Optimizer, StepNumbers, clip_scale, norm_piece};
 use crate::parameter::Parameter;
 use crate::place::Place;
 use crate::stage::Stage as _;
-use crate::wiring::{Exchange, Wiring};
+use crate::wiring::Wiring;
 
 /// The groups a rank is in; none where it would be alone.
 #[derive(Debug, Clone, Copy, Default)]
@@ -87,7 +87,6 @@ pub struct Update<T> {
 
 /// The memory of an exchange of tied gradients.
 struct TiedBuffers {
-    me: Rank,
     wiring: Arc<Wiring>,
     buffers: RankBuffers,
 }
@@ -108,9 +107,9 @@ impl<T: Scalar + Element> Update<T> {
         place: Place,
         calls: Calls,
         groups: Groups,
-        exchange: Option<(Rank, Arc<Wiring>, RankBuffers)>,
+        exchange: Option<(Arc<Wiring>, RankBuffers)>,
     ) -> Self {
-        let exchange = exchange.map(|(me, wiring, buffers)| TiedBuffers { me, wiring, buffers });
+        let exchange = exchange.map(|(wiring, buffers)| TiedBuffers { wiring, buffers });
         let (stages, outcome) = (BTreeMap::new(), Outcome::default());
         Self { place, rule, calls, groups, stages, exchange, outcome }
     }
@@ -348,10 +347,8 @@ impl<T: Scalar + Element> Passes<T> {
             }
         }
         let id = 2 * (self.step % 2) as u32 + 1;
-        let call = |reply| -> Box<dyn Call> {
-            let (me, wiring, buffers) = (tied.me, tied.wiring.clone(), tied.buffers.clone());
-            Box::new(TiedCall { id, me, wiring, buffers, reply })
-        };
+        let call =
+            |reply| -> Box<dyn Call> { Box::new(TiedCall { id, buffers: tied.buffers.clone(), reply }) };
         self.update.calls.hand_over(call).wait()?;
         let mut theirs = BTreeMap::new();
         for (way, (weight, from, to)) in exchange.ways.iter().enumerate() {
@@ -425,18 +422,13 @@ fn range_of(parameters: &[Parameter], name: &str) -> Range<usize> {
 /// The exchange of tied gradients, as a job of the engine.
 struct TiedCall {
     id: u32,
-    me: Rank,
-    wiring: Arc<Wiring>,
     buffers: RankBuffers,
     reply: Sender<()>,
 }
 
 impl Call for TiedCall {
     fn start(self: Box<Self>, comm: &mut Collectives) -> Result<Box<dyn Running>, CallError> {
-        let Some(Exchange { plan, program, .. }) = &self.wiring.exchange else {
-            unreachable!("there are buffers for it")
-        };
-        let mut spec = JobSpec::new(self.id, plan, program, self.me, &self.buffers)?;
+        let mut spec = JobSpec::new(self.id, &self.buffers)?;
         spec.priority = Urgency::Now as u32;
         let handle = comm.engine().start(spec)?;
         Ok(Box::new(TiedRunning { handle, reply: self.reply }))
@@ -449,13 +441,11 @@ struct TiedRunning {
 }
 
 impl Running for TiedRunning {
-    fn has_ended(&self, comm: &Collectives) -> bool {
-        comm.engine_ref().has_ended(self.handle)
-    }
-
-    fn finish(self: Box<Self>, comm: &mut Collectives) -> Result<(), CallError> {
-        comm.engine().wait(self.handle)?;
+    fn finish(self: Box<Self>, comm: &mut Collectives) -> Option<Box<dyn Running>> {
+        if comm.engine().finish(self.handle).is_none() {
+            return Some(self);
+        }
         let _gone = self.reply.send(());
-        Ok(())
+        None
     }
 }

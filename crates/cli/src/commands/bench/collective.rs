@@ -7,7 +7,6 @@ use crossmesh_core::collective::{Call, Collective, Counts, Group, plan};
 use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
 use crossmesh_core::units::{Bytes, Seconds, parse_bytes};
-use crossmesh_core::verify::verify;
 use serde::Serialize;
 
 use super::MeasuredTimes;
@@ -16,7 +15,7 @@ use crate::Answer;
 use crate::commands::run::RunArgs;
 use crate::input::HostArgs;
 use crate::output::{self, Format, Progress, Table};
-use crate::predict::{Prediction, Violation};
+use crate::predict::Prediction;
 use crate::runner::{Measured, Work, run_work};
 use crate::sweep_doc::{SweepDoc, parse_reduction};
 use crate::task::Task;
@@ -243,14 +242,7 @@ fn predict(sweep: &Sweep, case: &Case) -> Result<Prediction> {
         });
     }
     let plan = plan(&calls, &sweep.cluster, &case.options())?;
-    if let Err(error) = verify(&plan) {
-        bail!(
-            "the plan of {} breaks a law: {}\nhint: this is a bug of crossmesh",
-            name(case),
-            Violation::from(error)
-        );
-    }
-    Prediction::of_plan(plan)
+    Prediction::of_plan(plan).with_context(|| format!("the plan of {}", name(case)))
 }
 
 /// Runs all cases with one set of processes.

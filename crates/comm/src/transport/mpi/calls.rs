@@ -20,7 +20,7 @@ use mpi::environment::{Universe, initialize_with_threading, processor_name};
 use mpi::ffi::{self, MPI_Comm, MPI_Request, MPI_Status};
 use mpi::traits::{AsRaw, Communicator};
 
-use crate::memory::Place;
+use crate::memory::place::Lent;
 
 /// MPI's error texts are shorter.
 const ERROR_BYTES: usize = 1024;
@@ -192,12 +192,12 @@ impl Drop for Mpi {
 pub enum Bytes {
     Owned(Vec<u8>),
     /// A part of a place that is one run of bytes.
-    InPlace(Place, Range<u64>),
+    InPlace(Lent, Range<u64>),
 }
 
 impl Bytes {
     /// In place if that can be, else not at all.
-    pub fn in_place(place: &Place, part: Range<u64>) -> Option<Self> {
+    pub fn in_place(place: &Lent, part: Range<u64>) -> Option<Self> {
         place.in_one_run(part.clone()).map(|_| Self::InPlace(place.clone(), part))
     }
 

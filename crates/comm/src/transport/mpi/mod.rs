@@ -25,8 +25,9 @@ use crossmesh_core::id::Rank;
 use super::inbox::{Arrivals, Arriving, check_extent};
 use super::words::{self, MAX_WORD_BYTES};
 use super::{Control, Event, Expected, Link, LinkError, Message};
+use crate::checksum;
 use crate::deadline::Deadline;
-use crate::memory::Place;
+use crate::memory::place::Lent;
 use crate::wire::{HEADER_BYTES, Header, Kind};
 
 mod calls;
@@ -160,7 +161,7 @@ impl MpiLink {
         Ok(())
     }
 
-    fn send_part(&mut self, message: Message, part: Range<u64>, from: &Place) -> Result<(), LinkError> {
+    fn send_part(&mut self, message: Message, part: Range<u64>, from: &Lent) -> Result<(), LinkError> {
         let len = part.end - part.start;
         let sent = Some(Event::Sent { message, upto: part.end });
         let header = |payload_crc| Header {
@@ -174,14 +175,14 @@ impl MpiLink {
         if len <= INLINE_BYTES as u64 {
             let mut payload = Vec::with_capacity(len as usize);
             from.pack(part.clone(), &mut payload);
-            return self.send_frame(header(crc32c::crc32c(&payload)), &payload, sent);
+            return self.send_frame(header(checksum::crc32c(&payload)), &payload, sent);
         }
         let (bytes, crc, packed) = match Bytes::in_place(from, part.clone()) {
             Some(bytes) => (bytes, from.checksum(part.clone(), 0), false),
             None => {
                 let mut buffer = self.pool.take(Way::Out, len);
                 from.pack(part.clone(), &mut buffer);
-                let crc = crc32c::crc32c(&buffer);
+                let crc = checksum::crc32c(&buffer);
                 (Bytes::Owned(buffer), crc, true)
             }
         };
@@ -212,12 +213,13 @@ impl MpiLink {
         let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
         let (header, payload) = bytes.split_first_chunk::<HEADER_BYTES>().ok_or_else(short)?;
         let header = Header::decode(header)?;
+        header.check_fields()?;
         let follows = header.kind == Kind::Data && header.len as usize > INLINE_BYTES;
         if payload.len() != if follows { 0 } else { header.len as usize } {
             return Err(header.unexpected("its payload has another length").into());
         }
         if !follows {
-            header.check_payload(crc32c::crc32c(payload))?;
+            header.check_payload(checksum::crc32c(payload))?;
         }
         match header.kind {
             Kind::Hello if header.tag != self.peer.0 || self.greeted => {
@@ -290,7 +292,7 @@ impl MpiLink {
                     match bytes {
                         Bytes::InPlace(_, part) => header.check_payload(place.checksum(part, 0))?,
                         Bytes::Owned(buffer) => {
-                            header.check_payload(crc32c::crc32c(&buffer))?;
+                            header.check_payload(checksum::crc32c(&buffer))?;
                             place.unpack(header.offset, &buffer, arriving.expected.combine);
                             self.pool.give_back(Way::In, u64::from(header.len), buffer);
                         }
@@ -346,7 +348,7 @@ impl Link for MpiLink {
         (chunk_bytes / 64 * 64).clamp(MIN_PART_BYTES, MAX_PART_BYTES)
     }
 
-    fn send(&mut self, message: Message, part: Range<u64>, from: &Place) {
+    fn send(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         let sent = self.send_part(message, part, from);
         self.failed = self.failed.take().or(sent.err());
     }

@@ -5,6 +5,10 @@
 //! and the transfers that do it ([`emit`], and [`sums`] for partial sums). Clusters with tiers have routes of their own
 //! ([`tiers`]).
 //!
+//! That decides about hosts, then ports, then devices, and each may be in the way of the others: local links that relay
+//! have no time for what stays inside, a rack's uplink none for what its hosts could send. Where the plan is not close to
+//! the bound, all links are looked at together: trees of devices ([`trees`]) are packed ([`packing`]) over all [`links`].
+//!
 //! Why this meets the bound: at the bound's time every node can send its share and take in its share, and every
 //! channel weighs as much as it has bytes. So a link with load `L` gives each of its channels `bytes / L` of its rate,
 //! no link is asked for more than it has until the bound's time, and by then every channel is through. What comes on
@@ -13,10 +17,15 @@
 
 mod boxes;
 mod emit;
+mod links;
+mod packing;
 mod ports;
 mod routes;
 mod sums;
 mod tiers;
+mod trees;
+
+use std::cell::OnceCell;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -30,8 +39,11 @@ use super::strategy::{MIN_CHUNK_BYTES, PlanOptions};
 use crate::id::Rank;
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
+use links::Links;
+use packing::{Packing, pack};
 use routes::{Route, routes};
 use tiers::tiered_routes;
+use trees::{Commodity, commodities};
 
 /// Alternatives are compared by simulating them while they are no larger than this; beyond, the first is taken.
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
@@ -43,6 +55,15 @@ const MIN_CHUNK: u64 = 32 << 10;
 const MAX_CHUNK: u64 = 4 << 20;
 /// How much longer than the bound the ports beside the right devices may take before others relay.
 const RELAY_GAIN: f64 = 1.01;
+/// How much longer than the bound a plan may take before trees are packed.
+const PACKING_GAIN: f64 = 1.01;
+/// Trees are packed where that is not too much work, and compared by simulating plans of no more transfers than this.
+const MAX_PACKING_WORK: usize = 100_000;
+const MAX_PACKED_TRANSFERS: usize = 4096;
+/// Below, there is nothing to share out.
+const MIN_PACKED_BYTES: u64 = 1 << 20;
+/// How much longer the busiest link may take in exchange for fewer trees: each is tried.
+const PACKING_SLACKS: [f64; 3] = [1.003, 1.01, 1.03];
 /// A plan this close to the bound is not worth comparing with others.
 const CLOSE_ENOUGH: f64 = 1.02;
 /// The most extra time holders are given in exchange for shallower trees.
@@ -65,6 +86,7 @@ pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, Pla
     if best.port_seconds > RELAY_GAIN * best.seconds {
         best = flow.try_relays(best)?;
     }
+    best = flow.try_packing(best)?;
     flow.check_memory(&best.plan)?;
     let plan = best.explain(&flow);
     plan.check_size()?;
@@ -91,14 +113,15 @@ struct Built {
     relayed_bytes: u64,
     /// Forwarding hops between hosts of the deepest route.
     depth: u32,
+    /// How many trees were packed, if they were.
+    packed_trees: Option<usize>,
+    predicted: OnceCell<f64>,
 }
 
 impl Flow<'_> {
     fn build(&self, stretch: f64, relay: bool) -> Result<Built, PlanError> {
         let (host_rates, local_rates) = out_rates(self.problem);
-        let mut emitter =
-            Emitter::new(self.problem, self.demands, Plan::new(self.problem.clone(), "flow", 0));
-        emitter.sums(self.options.max_extra_bytes, self.stars)?;
+        let mut emitter = self.emitter()?;
         let loads = emitter.bytes_out();
         let jobs = out_jobs(&self.demands.remote);
         let (seconds, _) = least_time(&jobs, &host_rates, &loads, self.bound_s);
@@ -118,7 +141,8 @@ impl Flow<'_> {
         let mut plan = emitter.into_plan();
         let depth = deepest(&remote);
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
-        Ok(Built { plan, stretch, seconds, port_seconds, relayed_bytes, depth })
+        let (packed_trees, predicted) = (None, OnceCell::new());
+        Ok(Built { plan, stretch, seconds, port_seconds, relayed_bytes, depth, packed_trees, predicted })
     }
 
     /// Adds sums up along paths only, if that is predicted to be faster: at a star, one sender may wait for another.
@@ -126,13 +150,13 @@ impl Flow<'_> {
         if best.plan.transfers().len() > MAX_COMPARED_SUMS {
             return Ok(best);
         }
-        let best_s = best.plan.predicted_s();
+        let best_s = best.predicted_s();
         if best_s <= CLOSE_ENOUGH * self.bound_s {
             return Ok(best);
         }
         self.stars = false;
         let rival = self.build(1.0, false)?;
-        let faster = rival.plan.predicted_s() < best_s * 0.999;
+        let faster = rival.predicted_s() < best_s * 0.999;
         self.stars = !faster;
         Ok(if faster { rival } else { best })
     }
@@ -140,7 +164,7 @@ impl Flow<'_> {
     /// Gives holders more time than the least, twice as much each try, so that they send more copies themselves and
     /// trees get shallower: where messages are small, fewer hops are worth more than fewer bytes.
     fn try_shallower(&self, mut best: Built) -> Result<Built, PlanError> {
-        let mut best_s = best.plan.predicted_s();
+        let mut best_s = best.predicted_s();
         if best_s <= CLOSE_ENOUGH * self.bound_s {
             return Ok(best);
         }
@@ -148,7 +172,7 @@ impl Flow<'_> {
         while depth > 0 && stretch <= MAX_STRETCH {
             let rival = self.build(stretch, false)?;
             depth = rival.depth;
-            let rival_s = rival.plan.predicted_s();
+            let rival_s = rival.predicted_s();
             if rival_s < best_s * 0.999 {
                 (best, best_s) = (rival, rival_s);
             }
@@ -161,11 +185,82 @@ impl Flow<'_> {
     fn try_relays(&self, best: Built) -> Result<Built, PlanError> {
         let rival = self.build(best.stretch, true)?;
         let faster = match rival.is_small() {
-            true => rival.plan.predicted_s() < best.plan.predicted_s(),
+            true => rival.predicted_s() < best.predicted_s(),
             false => rival.port_seconds < best.port_seconds,
         };
         let fits = self.options.max_extra_bytes.is_none() || self.check_memory(&rival.plan).is_ok();
         Ok(if faster && fits { rival } else { best })
+    }
+
+    /// Packs trees of devices where a plan is not close to the bound, with fewer and fewer trees, and takes the best of
+    /// them all.
+    fn try_packing(&self, best: Built) -> Result<Built, PlanError> {
+        let links = Links::of(self.problem);
+        if self.is_close(&best, &links) {
+            return Ok(best);
+        }
+        let commodities = commodities(self.demands, self.problem);
+        let work = commodities.iter().map(|c| c.work(&links)).sum::<usize>();
+        if work > MAX_PACKING_WORK || commodities.iter().map(|c| c.bytes).sum::<u64>() < MIN_PACKED_BYTES {
+            return Ok(best);
+        }
+        let loads_s = links.loads_s(&self.emitter()?.plan);
+        let mut packing = pack(&links, &commodities, &loads_s, self.bound_s);
+        let least_s = packing.busiest_s();
+        let mut best = best;
+        for slack in PACKING_SLACKS {
+            packing.simplify(slack * least_s);
+            let rival = self.build_packed(&commodities, &packing)?;
+            let fits = self.options.max_extra_bytes.is_none() || self.check_memory(&rival.plan).is_ok();
+            if fits && self.is_faster(&rival, &best, &links) {
+                best = rival;
+            }
+            if self.is_close(&best, &links) {
+                break;
+            }
+        }
+        Ok(best)
+    }
+
+    /// Whether a plan is so close to the bound that others need not be tried: by its busiest link, and where links of
+    /// several kinds may be in each other's way and it is not too large, by simulating it.
+    fn is_close(&self, built: &Built, links: &Links) -> bool {
+        let limit_s = PACKING_GAIN * self.bound_s;
+        let is_enough = !links.has_choice() || built.plan.transfers().len() > MAX_PACKED_TRANSFERS;
+        links.busiest_s(&built.plan) <= limit_s && (is_enough || built.predicted_s() <= limit_s)
+    }
+
+    fn is_faster(&self, rival: &Built, best: &Built, links: &Links) -> bool {
+        match rival.plan.transfers().len().max(best.plan.transfers().len()) <= MAX_PACKED_TRANSFERS {
+            true => rival.predicted_s() < best.predicted_s(),
+            false => RELAY_GAIN * links.busiest_s(&rival.plan) < links.busiest_s(&best.plan),
+        }
+    }
+
+    /// With partial sums emitted.
+    fn emitter(&self) -> Result<Emitter<'_>, PlanError> {
+        let mut emitter =
+            Emitter::new(self.problem, self.demands, Plan::new(self.problem.clone(), "flow", 0));
+        emitter.sums(self.options.max_extra_bytes, self.stars)?;
+        Ok(emitter)
+    }
+
+    fn build_packed(&self, commodities: &[Commodity], packing: &Packing) -> Result<Built, PlanError> {
+        let shares = packing.shares();
+        let mut emitter = self.emitter()?;
+        emitter.packed(commodities, &shares);
+        let mut plan = emitter.into_plan();
+        plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
+        Ok(Built {
+            depth: network_depths(&plan).into_iter().max().unwrap_or(0),
+            plan,
+            stretch: 1.0,
+            seconds: packing.busiest_s(),
+            port_seconds: 0.0,
+            relayed_bytes: 0,
+            packed_trees: Some(shares.iter().map(Vec::len).sum()),
+            predicted: OnceCell::new(),
+        })
     }
 
     fn check_memory(&self, plan: &Plan) -> Result<(), PlanError> {
@@ -182,6 +277,10 @@ impl Flow<'_> {
 }
 
 impl Built {
+    fn predicted_s(&self) -> f64 {
+        *self.predicted.get_or_init(|| self.plan.predicted_s())
+    }
+
     /// Small enough to be compared with others by simulating both.
     fn is_small(&self) -> bool {
         self.plan.transfers().len() <= MAX_COMPARED_TRANSFERS
@@ -209,6 +308,13 @@ impl Built {
                  go from host to host",
                 Bytes(added),
                 Bytes(passed_on)
+            ));
+        }
+        if let Some(trees) = self.packed_trees {
+            let busiest = Seconds(self.seconds);
+            reasons.push(format!(
+                "NICs, local links and uplinks are in each other's way: {trees} trees of devices share them, so that the \
+                 busiest is done after {busiest}"
             ));
         }
         reasons.extend(match (sent, forwarded) {

@@ -1,343 +1,338 @@
-//! Makes the ops of a program, one transfer after the other.
+//! Makes a rank's ops, one transfer after the other.
 
-use crate::id::{Rank, RegionId, TransferId};
-use crate::program::{Buffer, Dep, DepKind, OpKind, Program, RankProgram};
+use crate::id::{Rank, TransferId};
+use crate::program::{BoxTable, Dep, DepKind, Holds, Moved, OpKind, RankProgram, TileId};
 use crate::region::Region;
+use crate::reshard::plan::{Plan, Transfer};
+use crate::reshard::shards::AllSides;
 
-use super::super::plan::{Plan, Transfer};
-use super::super::shards::AllSides;
-use super::buffers::{Buffers, Part};
-use super::order::lowering_order;
-use super::{Sink, What};
+use super::Addressing;
+use super::homes::{Combining, Home, Homes, Piece, View};
+use super::shards::ShardTiles;
+use super::touching::{Lookup, Mine, Word, needs_word};
 
-/// How a transfer waits for another.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Wait {
-    /// Its send waits for this op of the sender.
-    Send(Dep),
-    /// Its receive waits for this op of the receiver.
-    Recv(Dep),
-    /// They share no rank.
-    Token,
+/// One rank's ops and memory.
+pub fn lower_rank(
+    plan: &Plan,
+    sides: &AllSides,
+    rank: Rank,
+    memory: Addressing,
+    mine: Mine<'_>,
+    lookup: &Lookup,
+    boxes: &mut BoxTable,
+) -> RankProgram {
+    let mut program = RankProgram::default();
+    let shards = ShardTiles::lay_out(plan, sides, rank, memory, &mut program, boxes);
+    let view = View { plan, sides, rank, mine: mine.transfers, lookup, shards: &shards };
+    let homes = Homes::assign(view, &mut program, boxes);
+    let ops = vec![Ops::default(); mine.transfers.len()];
+    let mut emitter = Emitter {
+        view,
+        words: mine.words,
+        lane: mine.first_free_lane,
+        homes,
+        program,
+        boxes,
+        ops,
+        deps: vec![],
+    };
+    emitter.copy_what_stays();
+    emitter.number_ops();
+    for at in 0..mine.transfers.len() {
+        emitter.emit(at);
+    }
+    emitter.program
 }
 
-/// A plan whose transfers have their buffers, and are yet to become ops.
-pub(crate) struct Lowering<'a> {
-    plan: &'a Plan,
-    sides: &'a AllSides,
-    buffers: Buffers,
+/// The places of a transfer's ops on this rank: of its send; and of the op with which all of it is there.
+#[derive(Clone, Copy, Default)]
+struct Ops {
+    send: u32,
+    arrived: u32,
 }
 
-impl<'a> Lowering<'a> {
-    pub(crate) fn new(plan: &'a Plan, sides: &'a AllSides) -> Self {
-        Self { plan, sides, buffers: Buffers::assign(plan, sides) }
-    }
-
-    /// Whether a rank needs memory beside its tensors.
-    pub(crate) fn has_stages(&self) -> bool {
-        !self.buffers.staged.is_empty()
-    }
-
-    pub(crate) fn into_program(mut self) -> Program {
-        let slots = std::mem::take(&mut self.buffers.slots).into_iter();
-        let mut ranks = slots.map(|stages| RankProgram { stages, ..RankProgram::default() }).collect();
-        let chunk_bytes = self.plan.chunk_bytes;
-        let copied = self.emit_into(&mut ranks);
-        Program { chunk_bytes, ranks, copied }
-    }
-
-    /// Hands every op to the sink, in an order in which each rank's ops stand. Answers the boxes of copies that the plan
-    /// does not name.
-    pub(crate) fn emit_into(self, sink: &mut impl Sink) -> Vec<Region> {
-        let plan = self.plan;
-        let order = lowering_order(plan, &self.buffers);
-        let n = plan.transfers().len();
-        let mut emitter = Emitter {
-            plan,
-            sides: self.sides,
-            stays: vec![vec![]; plan.problem.topology.num_ranks()],
-            buffers: self.buffers,
-            sink,
-            copied: vec![],
-            send_ops: vec![0; n],
-            recv_ops: vec![0; n],
-            waits: vec![],
-            deps: vec![],
-            next_tag: n as u32,
-        };
-        emitter.copy_what_stays();
-        emitter.reserve();
-        match order {
-            None => (0..).map(TransferId).zip(plan.transfers()).for_each(|(id, t)| emitter.emit(id, t)),
-            Some(order) => {
-                emitter.number_ops(&order);
-                order.iter().for_each(|id| emitter.emit(*id, &plan.transfers()[id.index()]));
-            }
-        }
-        emitter.copied
-    }
-}
-
-struct Emitter<'a, S> {
-    plan: &'a Plan,
-    sides: &'a AllSides,
-    buffers: Buffers,
-    sink: &'a mut S,
-    copied: Vec<Region>,
-    /// By rank: its first ops, which copy what stays; by tensor, and which of `copied`.
-    stays: Vec<Vec<(u32, u32)>>,
-    /// By transfer: the place of its send among the sender's ops, and of its receive among the receiver's. Known once
-    /// they are emitted, or from `number_ops`. Where the receiver's own part is added behind it, that is the place.
-    send_ops: Vec<u32>,
-    recv_ops: Vec<u32>,
-    /// How the transfer at hand waits for each of its `after`.
-    waits: Vec<Wait>,
+struct Emitter<'a> {
+    view: View<'a>,
+    words: &'a [Word],
+    /// The first lane for words: each has its own, because none has to wait for another.
+    lane: u32,
+    homes: Homes,
+    program: RankProgram,
+    boxes: &'a mut BoxTable,
+    /// By place in the rank's list. Known before any op is made: an `after` may point forwards.
+    ops: Vec<Ops>,
     /// What the op at hand waits for.
     deps: Vec<Dep>,
-    next_tag: u32,
 }
 
-impl<S: Sink> Emitter<'_, S> {
-    /// Copies of what ranks hold and want, before anything else.
+impl<'a> Emitter<'a> {
+    /// Copies of what the rank holds and wants, before anything else.
     fn copy_what_stays(&mut self) {
-        for (tensor, (reshard, sides)) in (0..).zip(self.plan.problem.reshards.iter().zip(self.sides.iter()))
-        {
-            if sides.src.is_partial() {
+        let View { plan, sides, rank, shards, .. } = self.view;
+        if shards.in_place() {
+            return;
+        }
+        for (tensor, sides) in (0..plan.problem.reshards.len() as u32).zip(sides.iter()) {
+            if sides.src.is_partial() || sides.src.tile(rank).is_none() || sides.dst.tile(rank).is_none() {
                 continue;
             }
-            for &rank in &reshard.dst.ranks {
-                for held in sides.src.boxes(rank) {
-                    for region in sides.dst.common(rank, &held) {
-                        self.stays[rank.index()].push((tensor, self.copied.len() as u32));
-                        self.push_copy(rank, tensor, region, Buffer::Src, Buffer::Dst);
+            for held in sides.src.boxes(rank) {
+                for region in sides.dst.common(rank, &held) {
+                    let from = shards.source(&self.program, self.boxes, tensor, &region);
+                    let into = shards.goal(&self.program, self.boxes, tensor, &region);
+                    if let (Some(from), Some(into)) = (from, into) {
+                        self.copy(tensor, region, from, into);
                     }
                 }
             }
         }
     }
 
-    fn reserve(&mut self) {
-        for (rank, ends) in (0..).map(Rank).zip(&self.buffers.num_ends) {
-            self.sink.reserve(rank, *ends as usize);
-        }
+    /// Copies a box that the plan has no id for.
+    fn copy(&mut self, tensor: u32, region: Region, from: TileId, into: TileId) {
+        let bytes = region.volume() * self.program_element(tensor);
+        let region = self.boxes.push(region);
+        self.push(OpKind::Copy { from, into, reduce: false }, Moved { tensor, region, bytes });
     }
 
-    /// Copies a box that the plan has no id for.
-    fn push_copy(&mut self, rank: Rank, tensor: u32, region: Region, from: Buffer, into: Buffer) {
-        let bytes = region.volume() * self.plan.problem.reshards[tensor as usize].src.layout.dtype().bytes();
-        let id = RegionId::at(self.plan.regions().len() + self.copied.len());
-        self.copied.push(region);
-        self.push(rank, OpKind::Copy { from, into, reduce: false }, What { tensor, region: id, bytes });
+    fn program_element(&self, tensor: u32) -> u64 {
+        self.view.plan.problem.reshards[tensor as usize].src.layout.dtype().bytes()
     }
 
     /// Adds an op that waits for everything in `deps`.
-    fn push(&mut self, rank: Rank, kind: OpKind, what: What) {
-        self.sink.push(rank, kind, what, &self.deps);
+    fn push(&mut self, kind: OpKind, moved: Moved) {
+        self.program.push(kind, moved, &self.deps);
         self.deps.clear();
     }
 
     fn wait_for(&mut self, ops: impl IntoIterator<Item = u32>) {
-        self.deps.extend(ops.into_iter().map(|op| Dep { op, kind: DepKind::Done }));
+        self.deps.extend(ops.into_iter().map(Dep::done));
     }
 
-    /// Fixes the place of every op beforehand: where a dependency points forwards in the list.
-    fn number_ops(&mut self, order: &[TransferId]) {
-        let plan = self.plan;
-        let mut next: Vec<u32> = self.stays.iter().map(|copies| copies.len() as u32).collect();
-        let mut place = |rank: Rank, ops: u32| {
-            next[rank.index()] += ops;
-            next[rank.index()] - 1
-        };
-        for &id in order {
-            let t = &plan.transfers()[id.index()];
-            for a in plan.after(t).iter().map(|a| &plan.transfers()[a.index()]) {
-                if !touches(a, t.src) && !touches(a, t.dst) {
-                    place(a.dst, 1);
-                    place(t.src, 1);
-                }
+    fn transfer(&self, id: TransferId) -> &'a Transfer {
+        &self.view.plan.transfers()[id.index()]
+    }
+
+    fn num_ops(&self) -> u32 {
+        self.program.ops.len() as u32
+    }
+
+    /// Fixes the place of every op.
+    fn number_ops(&mut self) {
+        let mut next = self.num_ops();
+        let mut num_deps = 0;
+        for at in 0..self.view.mine.len() {
+            let t = self.transfer(self.view.mine[at]);
+            num_deps += self.view.plan.after(t).len();
+            if t.src == self.view.rank {
+                let words =
+                    self.view.plan.after(t).iter().filter(|a| needs_word(self.transfer(**a), t)).count();
+                let pieces = self.homes.assembled.get(&at).map_or(0, Vec::len);
+                self.ops[at].send = next + (words + pieces) as u32;
+                next = self.ops[at].send + 1;
             }
-            let parts = self.buffers.assembled.get(&id).map_or(0, Vec::len) as u32;
-            self.send_ops[id.index()] = place(t.src, parts + 1);
-            let combining = self.buffers.combining(id);
-            let copies = [combining.copy_own, combining.lands_in.is_some(), combining.then_own];
-            let copies = copies.map(u32::from).iter().sum::<u32>();
-            self.recv_ops[id.index()] = place(t.dst, copies + 1);
+            if t.dst == self.view.rank {
+                let Combining { copy_own, lands_in, then_own, .. } = self.homes.combining(at);
+                let before = u32::from(copy_own);
+                self.ops[at].arrived = next + before + u32::from(lands_in.is_some()) + u32::from(then_own);
+                next = self.ops[at].arrived + 1 + self.words_of(at).len() as u32;
+            }
+        }
+        self.program.ops.reserve_exact((next - self.num_ops()) as usize);
+        self.program.deps.reserve(num_deps);
+    }
+
+    /// The words that tell of a transfer.
+    fn words_of(&self, at: usize) -> &'a [Word] {
+        let told = self.view.mine[at];
+        let first = self.words.partition_point(|w| w.told < told);
+        let len = self.words[first..].partition_point(|w| w.told == told);
+        &self.words[first..first + len]
+    }
+
+    fn emit(&mut self, at: usize) {
+        let t = *self.transfer(self.view.mine[at]);
+        if t.src == self.view.rank {
+            self.emit_send(at, &t);
+        }
+        if t.dst == self.view.rank {
+            self.emit_recv(at, &t);
+            for word in self.words_of(at) {
+                self.send_word(at, word);
+            }
         }
     }
 
-    fn emit(&mut self, id: TransferId, t: &Transfer) {
-        let plan = self.plan;
-        let mut waits = std::mem::take(&mut self.waits);
-        waits.clear();
-        if !plan.after(t).is_empty() {
-            let streamed = self.streamed(t);
-            waits.extend(plan.after(t).iter().map(|a| self.wait_of(t, *a, streamed)));
+    fn emit_send(&mut self, at: usize, t: &Transfer) {
+        let plan = self.view.plan;
+        let first_word = self.num_ops();
+        for (place, a) in plan.after_range(t).zip(plan.after(t)) {
+            if needs_word(&plan.transfers()[a.index()], t) {
+                self.recv_word(plan.transfers()[a.index()].dst, t, place);
+            }
         }
-        self.emit_send(id, t, &waits);
-        self.emit_recv(id, t, &waits);
-        self.waits = waits;
-    }
-
-    /// The transfer in `after` that brings the very box, and the last one where several add up to it; none if that is
-    /// not all yet.
-    fn streamed(&self, t: &Transfer) -> Option<TransferId> {
-        let brings = |a: &&TransferId| {
-            let a = &self.plan.transfers()[a.index()];
-            let same = || a.region == t.region || self.plan.region(a) == self.plan.region(t);
-            a.dst == t.src && a.tensor == t.tensor && same()
-        };
-        let last = self.plan.after(t).iter().filter(brings).max().copied();
-        let passes_through = |id: &TransferId| {
-            let combining = self.buffers.combining(*id);
-            !combining.then_own && combining.lands_in.is_none()
-        };
-        last.filter(passes_through)
-    }
-
-    fn wait_of(&self, t: &Transfer, id: TransferId, streamed: Option<TransferId>) -> Wait {
-        let a = &self.plan.transfers()[id.index()];
-        let kind = if streamed == Some(id) { DepKind::Stream } else { DepKind::Done };
-        let (send, recv) = (self.send_ops[id.index()], self.recv_ops[id.index()]);
-        if a.dst == t.src {
-            Wait::Send(Dep { op: recv, kind })
-        } else if a.src == t.src {
-            Wait::Send(Dep { op: send, kind })
-        } else if a.dst == t.dst {
-            Wait::Recv(Dep { op: recv, kind })
-        } else if a.src == t.dst {
-            Wait::Recv(Dep { op: send, kind })
-        } else {
-            Wait::Token
+        let first_piece = self.num_ops();
+        let from = self.homes.tile(self.homes.from[at]);
+        for piece in self.homes.assembled.remove(&at).unwrap_or_default() {
+            self.emit_piece(t, piece, from);
         }
-    }
-
-    fn emit_send(&mut self, id: TransferId, t: &Transfer, waits: &[Wait]) {
-        let first_token = self.sink.num_ops(t.src);
-        let tokens = self.emit_tokens(t, waits);
-        let from = self.buffers.in_program(self.buffers.from[id.index()]);
-        let first_part = self.sink.num_ops(t.src);
-        let parts = self.buffers.assembled.remove(&id).unwrap_or_default();
-        self.emit_parts(t, &parts, from);
-
-        let sends = waits.iter().filter_map(|w| if let Wait::Send(dep) = w { Some(*dep) } else { None });
-        self.deps.extend(sends);
+        self.wait_for(first_word..first_piece);
+        self.wait_for(first_piece..self.num_ops());
+        self.wait_before_send(at, t);
         self.wait_for_copies(t, from);
-        self.wait_for(first_token..first_token + tokens);
-        self.wait_for(first_part..first_part + parts.len() as u32);
-        self.send_ops[id.index()] = self.sink.num_ops(t.src);
+        let id = self.view.mine[at];
         let kind = OpKind::Send { to: t.dst, lane: t.lane, tag: id.0, weight: t.weight, from };
-        self.push(t.src, kind, What::of(t));
+        debug_assert_eq!(self.num_ops(), self.ops[at].send);
+        self.push(kind, Moved::of(t));
+    }
+
+    /// What is in `after` and touches the sender: it follows what brings the very box, and waits for the end of everything else.
+    fn wait_before_send(&mut self, at: usize, t: &Transfer) {
+        let (plan, rank) = (self.view.plan, self.view.rank);
+        if plan.after(t).is_empty() {
+            return;
+        }
+        let followed = self.followed(at, t);
+        for &a in plan.after(t) {
+            let named = &plan.transfers()[a.index()];
+            if named.dst != rank && named.src != rank {
+                continue;
+            }
+            let ops = self.ops[self.view.lookup.place(a)];
+            let kind = if followed == Some(a) { DepKind::Stream } else { DepKind::Done };
+            let op = if named.dst == rank { ops.arrived } else { ops.send };
+            self.deps.push(Dep { op, kind });
+        }
+    }
+
+    /// The transfer in `after` that brings the very box to where it is sent from, and the last one where several add up to it;
+    /// none if that is not all yet.
+    fn followed(&self, at: usize, t: &Transfer) -> Option<TransferId> {
+        let plan = self.view.plan;
+        let brings = |a: &TransferId| {
+            let named = &plan.transfers()[a.index()];
+            let same = || named.region == t.region || plan.region(named) == plan.region(t);
+            named.dst == t.src && named.tensor == t.tensor && same()
+        };
+        let last = plan.after(t).iter().copied().filter(brings).max()?;
+        let place = self.view.lookup.place(last);
+        let combining = self.homes.combining(place);
+        let passes_through = !combining.then_own && combining.lands_in.is_none();
+        (passes_through && self.homes.into[place] == self.homes.from[at]).then_some(last)
     }
 
     /// A box sent out of the destination shard may in part have been copied there.
-    fn wait_for_copies(&mut self, t: &Transfer, from: Buffer) {
-        let (plan, sides) = (self.plan, self.sides.tensor(t.tensor));
-        let region = plan.region(t);
-        if from != Buffer::Dst || sides.src.is_partial() || !sides.src.overlaps(t.src, region) {
+    fn wait_for_copies(&mut self, t: &Transfer, from: TileId) {
+        let sides = self.view.sides.tensor(t.tensor);
+        let region = self.view.plan.region(t);
+        let in_goal = from != TileId::NOWHERE && self.program.tile(from).holds == Holds::Goal;
+        if !in_goal || sides.src.is_partial() || !sides.src.overlaps(t.src, region) {
             return;
         }
-        let stays = &self.stays[t.src.index()];
-        let first = stays.partition_point(|(tensor, _)| *tensor < t.tensor);
-        for (op, (_, copy)) in (0..).zip(stays).skip(first).take_while(|(_, (tensor, _))| *tensor == t.tensor)
-        {
-            if self.copied[*copy as usize].overlaps(region) {
-                self.deps.push(Dep { op, kind: DepKind::Done });
-            }
-        }
+        let copies = self.program.ops.iter().take_while(|op| matches!(op.kind, OpKind::Copy { .. }));
+        let overlapping = (0..).zip(copies).filter(|(_, op)| {
+            op.ends().1 == Some(from) && op.tensor == t.tensor && self.boxes[op.region].overlaps(region)
+        });
+        let copies: Vec<u32> = overlapping.map(|(place, _)| place).collect();
+        self.wait_for(copies);
     }
 
-    /// Tells the sender about everything it waits for and cannot see. Answers how much that is.
-    fn emit_tokens(&mut self, t: &Transfer, waits: &[Wait]) -> u32 {
-        let plan = self.plan;
-        let mut tokens = 0;
-        for (a, _) in plan.after(t).iter().zip(waits).filter(|(_, wait)| **wait == Wait::Token) {
-            self.emit_token(t, *a);
-            tokens += 1;
-        }
-        tokens
+    fn recv_word(&mut self, from: Rank, t: &Transfer, place: u32) {
+        let (lane, tag) = self.word_channel(place);
+        self.push(OpKind::Recv { from, lane, tag, into: TileId::NOWHERE, reduce: false }, Moved::word(t));
     }
 
-    /// Tells the sender of `t` that `a` has arrived.
-    fn emit_token(&mut self, t: &Transfer, a: TransferId) {
-        let told_by = self.plan.transfers()[a.index()].dst;
-        let tag = self.next_tag;
-        self.next_tag += 1;
-        let what = What { bytes: 0, ..What::of(t) };
-        self.wait_for([self.recv_ops[a.index()]]);
-        let (lane, from) = (told_by.0, Buffer::Src);
-        self.push(told_by, OpKind::Send { to: t.src, lane, tag, weight: 1, from }, what);
-        let recv = OpKind::Recv { from: told_by, lane, tag, into: Buffer::Src, reduce: false };
-        self.push(t.src, recv, what);
+    fn send_word(&mut self, at: usize, word: &Word) {
+        let (lane, tag) = self.word_channel(word.place);
+        let t = *self.transfer(word.waits);
+        self.wait_for([self.ops[at].arrived]);
+        let kind = OpKind::Send { to: t.src, lane, tag, weight: 1, from: TileId::NOWHERE };
+        self.push(kind, Moved::word(&t));
     }
 
-    fn emit_parts(&mut self, t: &Transfer, parts: &[Part], into: Buffer) {
-        for part in parts {
-            self.wait_for(part.brought_by.map(|a| self.recv_ops[a.index()]));
-            let from = self.buffers.in_program(part.from);
-            self.push_copy(t.src, t.tensor, part.region.clone(), from, into);
-        }
+    fn word_channel(&self, place: u32) -> (u32, u32) {
+        (self.lane.wrapping_add(place), (self.view.plan.transfers().len() as u32).wrapping_add(place))
     }
 
-    fn emit_recv(&mut self, id: TransferId, t: &Transfer, waits: &[Wait]) {
-        let combining = self.buffers.combining(id);
-        let into = self.buffers.in_program(self.buffers.into[id.index()]);
+    fn emit_piece(&mut self, t: &Transfer, piece: Piece, into: TileId) {
+        self.wait_for(piece.brought_by.map(|a| self.ops[self.view.lookup.place(a)].arrived));
+        let from = self.homes.tile(piece.from);
+        self.copy(t.tensor, piece.region, from, into);
+    }
+
+    fn emit_recv(&mut self, at: usize, t: &Transfer) {
+        let combining = self.homes.combining(at);
+        let into = self.homes.tile(self.homes.into[at]);
         if combining.copy_own {
-            self.emit_own_part(id, t, into);
+            self.emit_own_part(at, t, into);
         }
-        let place = self.sink.num_ops(t.dst);
-        self.recv_ops[id.index()] = place;
-        let receives = waits.iter().filter_map(|w| if let Wait::Recv(dep) = w { Some(*dep) } else { None });
-        self.deps.extend(receives);
-        self.wait_for(combining.copy_own.then(|| place - 1));
-        let previous = combining.previous.map(|p| self.recv_ops[p.index()]);
-        let recv = |into, reduce| OpKind::Recv { from: t.src, lane: t.lane, tag: id.0, into, reduce };
-        match combining.lands_in.map(|staged| self.buffers.in_program(Buffer::Stage(staged))) {
+        self.wait_before_recv(t);
+        self.wait_for(combining.copy_own.then(|| self.program.ops.len() as u32 - 1));
+        let previous = combining.previous.map(|p| self.ops[self.view.lookup.place(p)].arrived);
+        let tag = self.view.mine[at].0;
+        let recv = |into, reduce| OpKind::Recv { from: t.src, lane: t.lane, tag, into, reduce };
+        match combining.lands_in.map(|staged| self.homes.tile(Home::Staged(staged))) {
             None => {
                 self.wait_for(previous);
-                self.push(t.dst, recv(into, combining.reduce), What::of(t));
+                self.push(recv(into, combining.reduce), Moved::of(t));
             }
             Some(landing) => {
-                self.push(t.dst, recv(landing, false), What::of(t));
+                self.push(recv(landing, false), Moved::of(t));
                 self.wait_for(previous);
-                self.add_behind(id, t, landing, into);
+                self.add_behind(t, landing, into);
             }
         }
         if combining.then_own {
-            self.add_behind(id, t, Buffer::Src, into);
+            let own = self.view.shards.source(&self.program, self.boxes, t.tensor, self.view.plan.region(t));
+            self.add_behind(t, own.unwrap_or(TileId::NOWHERE), into);
+        }
+        debug_assert_eq!(self.num_ops(), self.ops[at].arrived + 1);
+    }
+
+    /// What is in `after`, touches the receiver, and is not seen by the sender.
+    fn wait_before_recv(&mut self, t: &Transfer) {
+        let (plan, rank) = (self.view.plan, self.view.rank);
+        for &a in plan.after(t) {
+            let named = &plan.transfers()[a.index()];
+            if named.src == t.src || named.dst == t.src || (named.src != rank && named.dst != rank) {
+                continue;
+            }
+            let ops = self.ops[self.view.lookup.place(a)];
+            self.wait_for([if named.dst == rank { ops.arrived } else { ops.send }]);
         }
     }
 
-    /// Adds what is in a buffer of the receiver once the transfer has got so far; then it has got that far.
-    fn add_behind(&mut self, id: TransferId, t: &Transfer, from: Buffer, into: Buffer) {
-        self.wait_for([self.recv_ops[id.index()]]);
-        self.recv_ops[id.index()] = self.sink.num_ops(t.dst);
-        self.push(t.dst, OpKind::Copy { from, into, reduce: true }, What::of(t));
+    /// Adds what is in a tile of the receiver behind the op before.
+    fn add_behind(&mut self, t: &Transfer, from: TileId, into: TileId) {
+        self.wait_for([self.num_ops() - 1]);
+        self.push(OpKind::Copy { from, into, reduce: true }, Moved::of(t));
     }
 
     /// Puts the receiver's own part of a sum where the others will be added, once the memory is free.
-    fn emit_own_part(&mut self, id: TransferId, t: &Transfer, into: Buffer) {
-        let plan = self.plan;
-        let took_over = match self.buffers.into[id.index()] {
-            Buffer::Stage(staged) => self.buffers.staged[staged as usize].took_over,
+    fn emit_own_part(&mut self, at: usize, t: &Transfer, into: TileId) {
+        let plan = self.view.plan;
+        let took_over = match self.homes.into[at] {
+            Home::Staged(staged) => self.homes.staged[staged as usize].took_over,
             _ => None,
         };
-        if let Some(old) = took_over {
-            let readers = plan.after(t).iter().filter(|a| {
-                plan.transfers()[a.index()].src == t.dst && self.buffers.from[a.index()] == Buffer::Stage(old)
-            });
-            let sends = readers.map(|a| Dep { op: self.send_ops[a.index()], kind: DepKind::Done });
-            self.deps.extend(sends);
+        for &a in plan.after(t).iter().filter(|_| took_over.is_some()) {
+            let reads = plan.transfers()[a.index()].src == t.dst
+                && self.homes.from[self.view.lookup.place(a)] == Home::Staged(took_over.unwrap_or_default());
+            self.wait_for(reads.then(|| self.ops[self.view.lookup.place(a)].send));
         }
-        self.push(t.dst, OpKind::Copy { from: Buffer::Src, into, reduce: false }, What::of(t));
+        let own = self.view.shards.source(&self.program, self.boxes, t.tensor, plan.region(t));
+        let from = own.unwrap_or(TileId::NOWHERE);
+        self.push(OpKind::Copy { from, into, reduce: false }, Moved::of(t));
     }
 }
 
-impl What {
+impl Moved {
+    /// Of a word for a transfer.
+    fn word(t: &Transfer) -> Self {
+        Self { bytes: 0, ..Self::of(t) }
+    }
+
     fn of(t: &Transfer) -> Self {
         Self { tensor: t.tensor, region: t.region, bytes: t.bytes }
     }
-}
-
-fn touches(transfer: &Transfer, rank: Rank) -> bool {
-    transfer.src == rank || transfer.dst == rank
 }

@@ -1,216 +1,104 @@
-//! From a plan to the program of every rank.
+//! From a plan to the program of every rank, or of one.
 //!
 //! A transfer becomes a send on one rank and a receive on the other; its `after` becomes dependencies between ops of
-//! one rank. Where a transfer waits for one that touches neither of its ranks, a token of no bytes carries the news:
+//! one rank. Where a transfer waits for one that touches neither of its ranks, a word of no bytes carries the news:
 //!
 //! ```text
-//! t0: r0 -> r1                       r1   recv t0, send token to r2
-//! t1: r2 -> r3, after t0             r2   recv token, send t1
+//! t0: r0 -> r1                       r1   recv t0, send a word to r2
+//! t1: r2 -> r3, after t0             r2   recv the word, send t1
 //! ```
 //!
-//! What a rank holds and also wants is copied. Ops stand in list order (or where `after` points forwards, in an order
-//! that can run), so both ends of a channel see the same order.
+//! What a rank does follows from the transfers that touch it ([`touching`]), so one rank can be lowered without the others:
+//! where everything lies ([`homes`]), then its ops in list order ([`emit`]). What a rank holds and also wants is
+//! copied first.
+//!
+//! Any plan lowers to some program; that it is a right one is for the verifier to say.
 
-mod buffers;
 mod emit;
-mod order;
+mod homes;
+mod shards;
+mod touching;
 
-use crate::id::{Rank, RegionId};
-use crate::program::{Dep, Op, OpKind, Program, RankProgram};
+use std::sync::Arc;
+
+use crate::id::Rank;
+use crate::program::{BoxTable, DepKind, Parts, Program, RankProgram, Tensor};
 
 use super::plan::Plan;
+use super::problem::Reshard;
 use super::shards::AllSides;
-pub(crate) use emit::Lowering;
+use emit::lower_rank;
+use touching::{Lookup, Touching};
 
-/// Lowers a plan. Any plan lowers to some program; that it is a good one is for the verifier to say.
+/// The chunk of programs in which nobody follows what has half arrived: then nobody gains by small ones.
+const WHOLE: u64 = u64::MAX;
+
+/// Whose tensors lie where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Addressing {
+    /// Source and destination apart.
+    #[default]
+    Apart,
+    /// On one rank an element has one address in both layouts: that of its place in the whole tensor.
+    InPlace(Rank),
+}
+
+/// Lowers a plan.
 pub fn lower(plan: &Plan) -> Program {
-    Lowering::new(plan, &AllSides::of(&plan.problem)).into_program()
+    lower_with(plan, Addressing::Apart)
 }
 
-/// Where the ops of a program go as they are made: into a [`Program`], or past somebody who only wants to see them.
-pub(crate) trait Sink {
-    /// Makes room for this many ops.
-    fn reserve(&mut self, rank: Rank, ops: usize);
-    /// How many ops the rank has so far.
-    fn num_ops(&self, rank: Rank) -> u32;
-    /// Adds an op of a rank, behind its others.
-    fn push(&mut self, rank: Rank, kind: OpKind, what: What, deps: &[Dep]);
-}
-
-/// What an op moves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct What {
-    pub tensor: u32,
-    pub region: RegionId,
-    pub bytes: u64,
-}
-
-impl Sink for Vec<RankProgram> {
-    fn reserve(&mut self, rank: Rank, ops: usize) {
-        self[rank.index()].ops.reserve_exact(ops);
+/// Lowers a plan for tensors that lie as told.
+pub fn lower_with(plan: &Plan, memory: Addressing) -> Program {
+    let sides = AllSides::of(&plan.problem);
+    let touching = Touching::all(plan);
+    let mut program = start(plan);
+    let mut lookup = Lookup::table(plan.transfers().len());
+    for rank in (0..plan.problem.topology.num_ranks()).map(Rank::at) {
+        let mine = touching.of(rank);
+        lookup.fill(mine.transfers);
+        let lowered = lower_rank(plan, &sides, rank, memory, mine, &lookup, &mut program.boxes);
+        program.ranks.push(lowered);
     }
-
-    fn num_ops(&self, rank: Rank) -> u32 {
-        self[rank.index()].ops.len() as u32
+    let follows = |rank: &RankProgram| rank.deps.iter().any(|dep| dep.kind == DepKind::Stream);
+    if !program.ranks.iter().any(follows) {
+        program.chunk_bytes = WHOLE;
     }
+    program
+}
 
-    fn push(&mut self, rank: Rank, kind: OpKind, what: What, deps: &[Dep]) {
-        let program = &mut self[rank.index()];
-        let first = program.deps.len() as u32;
-        program.deps.extend_from_slice(deps);
-        let What { tensor, region, bytes } = what;
-        program.ops.push(Op { kind, tensor, region, bytes, deps: first..first + deps.len() as u32 });
+/// One rank's part of what [`lower`] makes: as many ranks, of which the others do nothing. It costs one look at every transfer and
+/// then in proportion to the rank's own.
+pub fn project(plan: &Plan, rank: Rank, memory: Addressing) -> Program {
+    let sides = AllSides::of(&plan.problem);
+    let touching = Touching::one(plan, rank);
+    let mut program = start(plan);
+    let mine = touching.of(rank);
+    let lookup = Lookup::map(mine.transfers);
+    let lowered = lower_rank(plan, &sides, rank, memory, mine, &lookup, &mut program.boxes);
+    program.ranks = vec![RankProgram::default(); plan.problem.topology.num_ranks()];
+    program.ranks[rank.index()] = lowered;
+    program
+}
+
+fn start(plan: &Plan) -> Program {
+    let tensors = plan.problem.reshards.iter().map(tensor).collect();
+    let boxes = BoxTable::sharing(plan.shared_regions());
+    let chunk_bytes = if plan.is_unordered() { WHOLE } else { plan.chunk_bytes };
+    Program { chunk_bytes, tensors, boxes, ranks: vec![] }
+}
+
+fn tensor(reshard: &Reshard) -> Tensor {
+    let layout = &reshard.src.layout;
+    let count = layout.num_contributions() as u32;
+    let partial = layout.partial().filter(|_| count > 1).map(|p| Parts { op: p.op, count });
+    Tensor {
+        name: Arc::from(reshard.name.as_str()),
+        dtype: layout.dtype(),
+        shape: layout.shape().into(),
+        partial,
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::id::TransferId;
-    use crate::program::{Buffer, DepKind};
-    use crate::region::Region;
-    use crate::reshard::Problem;
-
-    fn problem(src: &str, dst: &str) -> Plan {
-        let problem = Problem::pair(src.parse().unwrap(), dst.parse().unwrap()).unwrap();
-        let mut plan = Plan::new(problem, "by hand", 1);
-        let shape = plan.problem.reshards[0].src.layout.shape().to_vec();
-        plan.add_region(Region::whole(&shape));
-        plan
-    }
-
-    /// Adds a transfer of the whole tensor.
-    fn whole(plan: &mut Plan, src: u32, dst: u32, after: &[u32]) {
-        let after: Vec<TransferId> = after.iter().copied().map(TransferId).collect();
-        plan.add(0, Rank(src), Rank(dst), RegionId(0), &after);
-    }
-
-    /// A rank's ops, one a line: what it does, then what it waits for (`~` to stream).
-    fn show(program: &Program, rank: usize) -> Vec<String> {
-        let rank = &program.ranks[rank];
-        let buffer = |b: Buffer| match b {
-            Buffer::Src => "src".into(),
-            Buffer::Dst => "dst".into(),
-            Buffer::Stage(slot) => format!("#{slot}"),
-        };
-        let line = |op: &Op| {
-            let mut line = match op.kind {
-                OpKind::Send { to, tag, from, .. } => format!("{} -> t{tag} {to}", buffer(from)),
-                OpKind::Recv { from, tag, into, reduce, .. } => {
-                    format!("{from} t{tag} {} {}", if reduce { "+>" } else { "->" }, buffer(into))
-                }
-                OpKind::Copy { from, into, reduce } => {
-                    format!("{} {} {}", buffer(from), if reduce { "+=>" } else { "=>" }, buffer(into))
-                }
-                OpKind::Compute { pass, .. } => format!("pass {pass}"),
-            };
-            for dep in rank.deps(op) {
-                line += &format!(" {}{}", if dep.kind == DepKind::Stream { "~" } else { "" }, dep.op);
-            }
-            line
-        };
-        rank.ops.iter().map(line).collect()
-    }
-
-    #[test]
-    fn forwarding_streams() {
-        let mut plan = problem("f32[4]@A{x:1}(_)", "f32[4]@B{x:2}(_)");
-        whole(&mut plan, 0, 1, &[]);
-        whole(&mut plan, 1, 2, &[0]);
-        let program = lower(&plan);
-        assert_eq!(show(&program, 0), ["src -> t0 r1"]);
-        assert_eq!(show(&program, 1), ["r0 t0 -> dst", "dst -> t1 r2 ~0"]);
-        assert_eq!(show(&program, 2), ["r1 t1 -> dst"]);
-    }
-
-    #[test]
-    fn a_token_carries_order_between_strangers() {
-        let mut plan = problem("f32[4]@A{x:2}(_)", "f32[4]@B{x:2}(_)");
-        whole(&mut plan, 0, 2, &[]);
-        whole(&mut plan, 1, 3, &[0]);
-        let program = lower(&plan);
-        assert_eq!(show(&program, 2), ["r0 t0 -> dst", "src -> t2 r1 0"]);
-        assert_eq!(show(&program, 1), ["r2 t2 -> src", "src -> t1 r3 0"]);
-    }
-
-    #[test]
-    fn what_stays_is_copied_and_what_passes_through_is_staged() {
-        let mut plan = problem("f32[4]@A{x:2}(x)", "f32[4]@B{x:2}=2,0(x)");
-        let first = plan.add_region(Region::new(vec![crate::region::Span::new(0, 2)]));
-        let t0 = plan.add(0, Rank(0), Rank(1), first, &[]);
-        plan.add(0, Rank(1), Rank(2), first, &[t0]);
-        let program = lower(&plan);
-        assert_eq!(show(&program, 1), ["r0 t0 -> #0", "#0 -> t1 r2 ~0"]);
-        assert_eq!(program.ranks[1].extra_bytes(), 8);
-
-        let plan = problem("f32[4]@A{x:2}(x)", "f32[4]@B{x:1}=0(_)");
-        let program = lower(&plan);
-        assert_eq!(show(&program, 0), ["src => dst"]);
-        assert_eq!(program.copied[0].to_string(), "[0:2]");
-    }
-
-    #[test]
-    fn memory_is_handed_on_only_where_the_plan_says_so() {
-        let build = |ordered: bool| {
-            let mut plan = problem("f32[4]@A{x:2}(_)", "f32[4]@B{x:1}(x)");
-            let halves = [(0, 2), (2, 4)]
-                .map(|(a, b)| plan.add_region(Region::new(vec![crate::region::Span::new(a, b)])));
-            // A rank of neither mesh passes both halves on.
-            plan.problem.cluster.hosts.push(crate::cluster::Host::with_devices(1));
-            plan.problem.topology = crate::cluster::Topology::new(&plan.problem.cluster);
-            let t0 = plan.add(0, Rank(0), Rank(3), halves[0], &[]);
-            let t1 = plan.add(0, Rank(3), Rank(2), halves[0], &[t0]);
-            let order: &[TransferId] = &[t1];
-            let t2 = plan.add(0, Rank(1), Rank(3), halves[1], if ordered { order } else { &[] });
-            plan.add(0, Rank(3), Rank(2), halves[1], &[t2]);
-            lower(&plan)
-        };
-        assert_eq!(build(false).ranks[3].stages, [8, 8]);
-        let program = build(true);
-        assert_eq!(program.ranks[3].stages, [8]);
-        assert_eq!(show(&program, 3), ["r0 t0 -> #0", "#0 -> t1 r2 ~0", "r1 t2 -> #0 1", "#0 -> t3 r2 ~2"]);
-    }
-
-    #[test]
-    fn partial_sums_add_up_where_they_meet() {
-        let mut plan = problem("f32[4]@A{x:3}(_ | sum x)", "f32[4]@B{x:1}(_)");
-        whole(&mut plan, 0, 2, &[]);
-        whole(&mut plan, 1, 2, &[]);
-        whole(&mut plan, 2, 3, &[0, 1]);
-        for i in 0..3 {
-            plan.transfer_mut(TransferId(i)).reduce = true;
-        }
-        let program = lower(&plan);
-        assert_eq!(show(&program, 1), ["src -> t1 r2"]);
-        assert_eq!(
-            show(&program, 2),
-            ["src => #0", "r0 t0 +> #0 0", "r1 t1 -> #1", "#1 +=> #0 1 2", "#0 -> t2 r3 1 3"]
-        );
-        assert_eq!(show(&program, 3), ["r2 t2 -> dst"]);
-    }
-
-    #[test]
-    fn a_large_part_of_a_sum_waits_for_its_turn() {
-        let mut plan = problem("f32[32768]@A{x:3}(_ | sum x)", "f32[32768]@A{x:3}(_)");
-        whole(&mut plan, 0, 2, &[]);
-        whole(&mut plan, 1, 2, &[]);
-        whole(&mut plan, 2, 0, &[0, 1]);
-        plan.transfer_mut(TransferId(1)).reduce = true;
-        plan.transfer_mut(TransferId(1)).then_own = true;
-        let program = lower(&plan);
-        assert_eq!(
-            show(&program, 2),
-            ["r0 t0 -> dst", "r1 t1 +> dst 0", "src +=> dst 1", "dst -> t2 r0 0 2"]
-        );
-    }
-
-    #[test]
-    fn a_box_in_several_buffers_is_put_together_first() {
-        let mut plan = problem("f32[4]@A{x:2}(x)", "f32[4]@B{x:1}(_)");
-        let first = plan.add_region(Region::new(vec![crate::region::Span::new(0, 2)]));
-        let t0 = plan.add(0, Rank(0), Rank(1), first, &[]);
-        whole(&mut plan, 1, 2, &[t0.0]);
-        let program = lower(&plan);
-        assert_eq!(show(&program, 1), ["r0 t0 -> #0", "src => #1", "#0 => #1 0", "#1 -> t1 r2 0 1 2"]);
-    }
-}
+mod tests;

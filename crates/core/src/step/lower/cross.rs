@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use super::rank_ops::done;
-use super::{Builder, Ends, Instance, STAGING_TURNS, Staging};
-use crate::id::{MicrobatchId, Rank};
-use crate::program::{Buffer, Dep, Op, OpKind, RankProgram};
+use super::{Builder, Ends, Instance, STAGING_TURNS};
+use crate::id::{MicrobatchId, Rank, RegionId};
+use crate::program::{Dep, Holds, OpKind, RankProgram, Role, Tile, TileId};
 use crate::schedule::{Pass, PassKind};
 use crate::step::{Carries, Crossing, Direction};
 
@@ -18,20 +18,33 @@ impl Builder<'_> {
         let id = self.instances.len() as u32;
         let buffer = count % self.buffers[crossing][direction as usize];
         let (slot, before) = self.slot(crossing, direction, microbatch);
-        let mut instance =
-            Instance { crossing: crossing as u32, direction, microbatch, buffer, slot, ops: vec![] };
+        let first_tensor = self.tensors_of(crossing, direction, microbatch, id);
+        let mut instance = Instance {
+            crossing: crossing as u32,
+            direction,
+            microbatch,
+            buffer,
+            slot,
+            first_tensor,
+            ops: vec![],
+            tiles: vec![],
+        };
         if !self.step.overlap && self.step.lockstep {
             self.cross_together(crossing);
         }
         let mut ends = BTreeMap::new();
-        for (rank, ranked) in (0..).map(Rank).zip(&plan.ranks).filter(|(_, r)| !r.ops.is_empty()) {
-            let first = self.ranks[rank.index()].ops.len() as u32;
+        for (rank, ranked) in (0..).map(Rank).zip(&plan.ranks).filter(|(_, r)| !r.is_idle()) {
+            let first = self.ranks[rank.index()].len();
             let room = match self.step.keeps(crossing, rank) {
                 true => self.room_in_slot(crossing, before, rank),
                 false => self.room(crossing, direction, microbatch, rank, old),
             };
-            let copied = self.copy_ops(rank, ranked, id, (crossing, direction, count), microbatch, room);
-            instance.ops.push((rank, first..first + ranked.ops.len() as u32));
+            let first_tile = self.lay_tiles(rank, ranked, &instance, count % STAGING_TURNS);
+            let copied = self.copy_ops(rank, ranked, &instance, count, first_tile, room);
+            if !ranked.ops.is_empty() {
+                instance.ops.push((rank, first..first + ranked.ops.len() as u32));
+            }
+            instance.tiles.push((rank, first_tile..first_tile + ranked.tiles.len() as u32));
             ends.insert(rank, copied);
         }
         let tags = plan.ranks.iter().flat_map(|r| &r.ops).filter_map(|op| match op.kind {
@@ -46,6 +59,66 @@ impl Builder<'_> {
         self.ends.push(ends);
         self.produced[crossing][direction as usize].push(id);
         self.brings.insert((crossing as u32, direction, microbatch), id);
+    }
+
+    /// The tensors that cross: new ones, but for memory that comes back.
+    fn tensors_of(&mut self, crossing: usize, direction: Direction, m: MicrobatchId, instance: u32) -> u32 {
+        let memory = self.step.crossings[crossing].carries == Carries::Memory;
+        if memory && direction == Direction::Backward {
+            let left = self.brings.get(&(crossing as u32, Direction::Forward, m));
+            if let Some(left) = left {
+                return self.instances[*left as usize].first_tensor;
+            }
+        }
+        let first = self.tensors.len() as u32;
+        let tensors = &self.lowered[crossing][direction as usize].tensors;
+        self.tensors.extend(tensors.iter().cloned());
+        self.instance_of.resize(self.tensors.len(), instance);
+        first
+    }
+
+    /// Lays a rank's tiles of a plan out in the memory that an instance has, and returns the first of them.
+    fn lay_tiles(&mut self, rank: Rank, ranked: &RankProgram, instance: &Instance, staging_turn: u32) -> u32 {
+        let (crossing, direction) = (instance.crossing as usize, instance.direction);
+        let first = self.ranks[rank.index()].program.tiles.len() as u32;
+        let keeps = self.step.keeps(crossing, rank);
+        let turn = instance.slot.filter(|_| keeps).unwrap_or(instance.buffer);
+        for tile in &ranked.tiles {
+            let role = ranked.buffers[tile.buffer as usize].role;
+            let (of, turn) = match role {
+                Role::Staging => (direction, staging_turn),
+                // What was kept leaves from where it arrived.
+                Role::Source(_) if keeps && direction == Direction::Backward => (Direction::Forward, turn),
+                _ => (direction, turn),
+            };
+            let buffer = match of == direction {
+                true => tile.buffer,
+                false => self.kept_in(instance, rank, tile.tensor).unwrap_or(tile.buffer),
+            };
+            let key = (instance.crossing, of, rank, turn, buffer);
+            let new = self.ranks[rank.index()].program.buffers.len() as u32;
+            let buffer = *self.buffer_of.entry(key).or_insert(new);
+            if buffer == new {
+                let role = if role == Role::Staging { role } else { Role::Crossing };
+                self.ranks[rank.index()].program.add_buffer(ranked.buffers[tile.buffer as usize].bytes, role);
+            }
+            let holds = match tile.holds {
+                Holds::Source(part) if of == direction => Holds::Made(part),
+                _ => Holds::Transit,
+            };
+            let tensor = instance.first_tensor + tile.tensor;
+            let region = RegionId(self.first_box[crossing][direction as usize] + tile.region.0);
+            let tile = Tile { tensor, region, buffer, holds, ..tile.clone() };
+            self.ranks[rank.index()].program.add_tile(tile);
+        }
+        first
+    }
+
+    /// The buffer of the plan that brought what a rank keeps.
+    fn kept_in(&self, instance: &Instance, rank: Rank, tensor: u32) -> Option<u32> {
+        let brought = &self.lowered[instance.crossing as usize][Direction::Forward as usize];
+        let buffers = &brought.ranks[rank.index()].buffers;
+        buffers.iter().position(|b| b.role == Role::Destination(tensor)).map(|b| b as u32)
     }
 
     /// Lets the ranks of both ends start a blocking crossing together.
@@ -67,7 +140,7 @@ impl Builder<'_> {
         let mut arrived: BTreeMap<(Rank, Rank), Vec<u32>> = BTreeMap::new();
         for (rank, range) in &instance.ops {
             for op in range.clone() {
-                if let OpKind::Recv { from, .. } = self.ranks[rank.index()].ops[op as usize].kind {
+                if let OpKind::Recv { from, .. } = *self.ranks[rank.index()].kind(op) {
                     arrived.entry((*rank, from)).or_default().push(op);
                 }
             }
@@ -83,37 +156,35 @@ impl Builder<'_> {
         &mut self,
         rank: Rank,
         ranked: &RankProgram,
-        instance: u32,
-        (crossing, direction, count): (usize, Direction, u32),
-        microbatch: MicrobatchId,
+        instance: &Instance,
+        count: u32,
+        first_tile: u32,
         (room, freed_by): (Vec<u32>, Option<Pass>),
     ) -> Ends {
-        let base = self.ranks[rank.index()].ops.len() as u32;
+        let Instance { direction, microbatch, first_tensor, .. } = *instance;
+        let crossing = instance.crossing as usize;
+        let base = self.ranks[rank.index()].len();
         let lane = self.next_lane[crossing][direction as usize];
-        let turn = count % STAGING_TURNS;
-        let key = (crossing as u32, direction, rank, turn);
-        let Staging { first: stage_base, users: last_users } =
-            self.staging.remove(&key).unwrap_or_else(|| {
-                let stages = &mut self.ranks[rank.index()].stages;
-                stages.extend(&ranked.stages);
-                Staging { first: stages.len() as u32 - ranked.stages.len() as u32, users: vec![] }
-            });
+        let first_box = self.first_box[crossing][direction as usize];
+        let key = (crossing as u32, direction, rank, count % STAGING_TURNS);
+        let last_users = self.staging.remove(&key).unwrap_or_default();
         let made = self.made_by(crossing, direction, microbatch, rank);
         let before = std::mem::take(&mut self.ranks[rank.index()].before);
-        let mut ends = Ends::default();
+        let role = |tile: Option<TileId>| tile.map(|t| ranked.buffers[ranked.tile(t).buffer as usize].role);
+        let mut ends = self.tiles_of(rank, ranked, first_tile);
         let mut staged = vec![];
         for op in &ranked.ops {
             let mut deps: Vec<Dep> = ranked.deps(op).iter().map(|d| Dep { op: d.op + base, ..*d }).collect();
-            let (from, into) = buffers_of(op);
-            let moves = op.bytes > 0;
-            if from == Some(Buffer::Src) && moves {
+            let (from, into) = op.ends();
+            let (from, into) = (role(from), role(into));
+            if matches!(from, Some(Role::Source(_))) {
                 deps.extend(made.iter().copied().map(done));
             }
-            if into.is_some_and(|b| matches!(b, Buffer::Stage(_))) {
+            if into == Some(Role::Staging) {
                 deps.extend(last_users.iter().copied().map(done));
             }
-            let here = self.ranks[rank.index()].ops.len() as u32;
-            if into == Some(Buffer::Dst) && moves {
+            let here = self.ranks[rank.index()].len();
+            if matches!(into, Some(Role::Destination(_))) {
                 deps.extend(room.iter().copied().map(done));
                 self.after_pass.extend(freed_by.map(|pass| (rank, here, pass)));
                 ends.arrive.push(here);
@@ -122,19 +193,39 @@ impl Builder<'_> {
                 deps.extend(before.iter().copied().map(done));
             }
             match from {
-                Some(Buffer::Src) if moves => ends.depart.push(here),
-                Some(Buffer::Dst) if moves => ends.forward.push(here),
+                Some(Role::Source(_)) => ends.depart.push(here),
+                Some(Role::Destination(_)) => ends.forward.push(here),
                 _ => {}
             }
-            if [from, into].into_iter().flatten().any(|b| matches!(b, Buffer::Stage(_))) {
+            if [from, into].contains(&Some(Role::Staging)) {
                 staged.push(here);
             }
             ends.all.push(here);
-            let kind = shift(op.kind, self.next_tag, lane, stage_base);
-            self.ranks[rank.index()].push(kind, instance, op.region, op.bytes, deps);
+            let kind = shift(op.kind, self.next_tag, lane, first_tile);
+            let (tensor, region) = (first_tensor + op.tensor, RegionId(first_box + op.region.0));
+            self.ranks[rank.index()].push(kind, tensor, region, op.bytes, deps);
         }
-        self.staging.insert(key, Staging { first: stage_base, users: staged });
-        self.ranks[rank.index()].before = ends.all.clone();
+        // What the producer makes is written by the op that its sends wait for.
+        if let [maker] = made[..] {
+            let makes = ends.made.iter().map(|tile| (maker, *tile));
+            self.ranks[rank.index()].makes.extend(makes);
+        }
+        self.staging.insert(key, staged);
+        self.ranks[rank.index()].before = if ranked.ops.is_empty() { before } else { ends.all.clone() };
+        ends
+    }
+
+    /// The tiles of an instance on a rank that passes write and read.
+    fn tiles_of(&self, rank: Rank, ranked: &RankProgram, first_tile: u32) -> Ends {
+        let mut ends = Ends::default();
+        for (i, tile) in (first_tile..).zip(&ranked.tiles) {
+            let laid = self.ranks[rank.index()].program.tile(TileId(i));
+            match (laid.holds, ranked.buffers[tile.buffer as usize].role) {
+                (Holds::Made(_), _) => ends.made.push(TileId(i)),
+                (_, Role::Destination(_)) => ends.needed.push(TileId(i)),
+                _ => {}
+            }
+        }
         ends
     }
 
@@ -244,29 +335,20 @@ impl Builder<'_> {
     }
 }
 
-fn buffers_of(op: &Op) -> (Option<Buffer>, Option<Buffer>) {
-    match op.kind {
-        OpKind::Send { from, .. } => (Some(from), None),
-        OpKind::Recv { into, .. } => (None, Some(into)),
-        OpKind::Copy { from, into, .. } => (Some(from), Some(into)),
-        OpKind::Compute { .. } => (None, None),
-    }
-}
-
 /// The op of a plan as one of many in a step.
-fn shift(kind: OpKind, tags: u32, lanes: u32, stages: u32) -> OpKind {
-    let stage = |buffer| match buffer {
-        Buffer::Stage(slot) => Buffer::Stage(slot + stages),
-        other => other,
+fn shift(kind: OpKind, tags: u32, lanes: u32, tiles: u32) -> OpKind {
+    let tile = |tile| match tile {
+        TileId::NOWHERE => TileId::NOWHERE,
+        TileId(place) => TileId(place + tiles),
     };
     match kind {
         OpKind::Send { to, lane, tag, weight, from } => {
-            OpKind::Send { to, lane: lane + lanes, tag: tag + tags, weight, from: stage(from) }
+            OpKind::Send { to, lane: lane + lanes, tag: tag + tags, weight, from: tile(from) }
         }
         OpKind::Recv { from, lane, tag, into, reduce } => {
-            OpKind::Recv { from, lane: lane + lanes, tag: tag + tags, into: stage(into), reduce }
+            OpKind::Recv { from, lane: lane + lanes, tag: tag + tags, into: tile(into), reduce }
         }
-        OpKind::Copy { from, into, reduce } => OpKind::Copy { from: stage(from), into: stage(into), reduce },
-        OpKind::Compute { pass, nanos } => OpKind::Compute { pass, nanos },
+        OpKind::Copy { from, into, reduce } => OpKind::Copy { from: tile(from), into: tile(into), reduce },
+        OpKind::Compute { .. } => unreachable!("a plan computes nothing"),
     }
 }

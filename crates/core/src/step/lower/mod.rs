@@ -20,11 +20,12 @@ use super::error::StepError;
 use super::order::runnable_order;
 use super::slots::Slots;
 use super::{Carries, Crossing, Direction, Step};
+use crate::dtype::DType;
 use crate::id::{MicrobatchId, Rank, RegionId, StageId};
-use crate::program::{Buffer, OpKind, Program, RankProgram};
+use crate::program::{BoxTable, OpKind, Program, Tensor, TileId};
 use crate::reshard::lower;
 use crate::schedule::{Pass, PassKind, Schedule};
-use crate::verify::{Law, verify_program};
+use crate::verify::{Law, Verified, VerifyError};
 use rank_ops::{RankOps, done};
 
 /// A part of a pass; `OpKind::Compute { pass, .. }` is an index into [`StepProgram::parts`].
@@ -35,8 +36,7 @@ pub struct Part {
     pub of: u32,
 }
 
-/// A crossing crossed once; `Op::tensor` is an index into [`StepProgram::instances`], or one behind the last for passes and
-/// the words with which ranks begin them together.
+/// A crossing crossed once. Its tensors are its own; those of a stage's memory that comes back are those that left.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Instance {
     pub crossing: u32,
@@ -46,16 +46,22 @@ pub struct Instance {
     pub buffer: u32,
     /// Of a stage's memory: the slot in which its keeper has it.
     pub slot: Option<u32>,
-    /// The ranks with a part in it, and where their ops of it are.
+    /// The first of its tensors among the program's; they stand in the order of its plan's.
+    pub first_tensor: u32,
+    /// The ranks with a part in it, and where their ops and tiles of it are.
     pub ops: Vec<(Rank, std::ops::Range<u32>)>,
+    pub tiles: Vec<(Rank, std::ops::Range<u32>)>,
 }
 
 /// A step, lowered.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepProgram {
-    pub program: Program,
+    pub program: Verified,
     pub parts: Vec<Part>,
     pub instances: Vec<Instance>,
+    /// By tensor of the program: the instance that it crosses in first. The last tensor, of passes and of the words with which
+    /// ranks begin them together, crosses in none.
+    pub instance_of: Vec<u32>,
     /// How many buffers every crossing has, forwards and backwards.
     pub buffers: Vec<[u32; 2]>,
     /// How many slots the keeper of what a crossing carries has; 0 of crossings that carry tensors.
@@ -80,8 +86,8 @@ impl StepProgram {
     }
 }
 
-/// Stands for the instance of ops that are of none, until their number is known: one behind the last.
-const OF_NO_INSTANCE: u32 = u32::MAX;
+/// Stands for the tensor of ops that move none, until its number is known: the last.
+const OF_NO_TENSOR: u32 = u32::MAX;
 /// Staging memory of a crossing is used by turns, so that one message can arrive while the last one leaves.
 const STAGING_TURNS: u32 = 2;
 /// Buffers that a crossing has beyond what its stages keep: one that fills and one that empties.
@@ -101,8 +107,8 @@ pub fn lower_step(step: &Step) -> Result<StepProgram, StepError> {
     loop {
         let buffers = step.crossings.iter().map(|c| [num_buffers(step, c, spare); 2]).collect();
         let built = Builder::new(step, &lowered, buffers).build(&order)?;
-        match verify_program(&built.program) {
-            Ok(_) => return Ok(built),
+        match built.verified() {
+            Ok(step) => return Ok(step),
             // Passes that free buffers out of turn need more of them.
             Err(error) if error.law() == Law::Deadlock && spare < microbatches => spare *= 2,
             Err(error) => return Err(error.into()),
@@ -136,6 +142,25 @@ fn kept(schedule: &Schedule, stage: StageId) -> u32 {
     most
 }
 
+/// A step whose program is yet to be proven.
+struct Built {
+    program: Program,
+    parts: Vec<Part>,
+    instances: Vec<Instance>,
+    instance_of: Vec<u32>,
+    buffers: Vec<[u32; 2]>,
+    slots: Vec<u32>,
+    lowered: Vec<[Program; 2]>,
+}
+
+impl Built {
+    fn verified(self) -> Result<StepProgram, VerifyError> {
+        let Self { program, parts, instances, instance_of, buffers, slots, lowered } = self;
+        let program = Verified::program(program)?;
+        Ok(StepProgram { program, parts, instances, instance_of, buffers, slots, lowered })
+    }
+}
+
 /// What the ops of an instance do on one rank, for those who wait for them.
 #[derive(Debug, Clone, Default)]
 struct Ends {
@@ -146,13 +171,13 @@ struct Ends {
     /// They pass on what arrived.
     forward: Vec<u32>,
     all: Vec<u32>,
+    /// Where what the producer makes lies, and what the consumer needs.
+    made: Vec<TileId>,
+    needed: Vec<TileId>,
 }
 
-/// Staging buffers of a crossing on a rank: the first of them, and the ops that used them last.
-struct Staging {
-    first: u32,
-    users: Vec<u32>,
-}
+/// Memory of a crossing on a rank: for which of its turns, and which buffer of its plan.
+type BufferKey = (u32, Direction, Rank, u32, u32);
 
 struct Builder<'a> {
     step: &'a Step,
@@ -184,8 +209,15 @@ struct Builder<'a> {
     slots: Vec<Slots>,
     /// By stage, forwards and backwards: where its passes are cut.
     cuts: Vec<[Vec<f64>; 2]>,
-    /// Where a crossing's staging buffers are on a rank, for each turn.
-    staging: FxHashMap<(u32, Direction, Rank, u32), Staging>,
+    /// The ops that used a crossing's staging buffers on a rank last, for each turn.
+    staging: FxHashMap<(u32, Direction, Rank, u32), Vec<u32>>,
+    /// The step's buffer for one of a plan's.
+    buffer_of: FxHashMap<BufferKey, u32>,
+    tensors: Vec<Tensor>,
+    instance_of: Vec<u32>,
+    boxes: BoxTable,
+    /// By crossing and direction: where its plan's boxes begin.
+    first_box: Vec<[u32; 2]>,
 }
 
 impl<'a> Builder<'a> {
@@ -211,6 +243,15 @@ impl<'a> Builder<'a> {
                 }
             }
         }
+        let mut boxes = BoxTable::default();
+        let mut all_of = |program: &Program| {
+            let first = boxes.len() as u32;
+            program.boxes.iter().for_each(|region| {
+                boxes.push(region.clone());
+            });
+            first
+        };
+        let first_box = lowered.iter().map(|[f, b]| [all_of(f), all_of(b)]).collect();
         Self {
             cuts: cuts(step, &starting, &ending),
             starting,
@@ -232,10 +273,15 @@ impl<'a> Builder<'a> {
             next_lane,
             word_lane,
             staging: FxHashMap::default(),
+            buffer_of: FxHashMap::default(),
+            tensors: vec![],
+            instance_of: vec![],
+            boxes,
+            first_box,
         }
     }
 
-    fn build(mut self, order: &[Item]) -> Result<StepProgram, StepError> {
+    fn build(mut self, order: &[Item]) -> Result<Built, StepError> {
         for item in order {
             match *item {
                 Item::Cross { crossing, direction, microbatch } => {
@@ -250,16 +296,22 @@ impl<'a> Builder<'a> {
             }
         }
         self.patch();
-        let chunk_bytes = self.lowered.iter().flatten().map(|p| p.chunk_bytes).max().unwrap_or(1);
-        let mut ranks: Vec<RankProgram> = self.ranks.into_iter().map(RankOps::finish).collect();
-        let of_no_instance = self.instances.len() as u32;
-        for op in ranks.iter_mut().flat_map(|r| &mut r.ops).filter(|op| op.tensor == OF_NO_INSTANCE) {
-            op.tensor = of_no_instance;
-        }
-        Ok(StepProgram {
-            program: Program { chunk_bytes, ranks, copied: vec![] },
+        // Plans in which nobody follows anybody have no chunks.
+        let chunks = self.lowered.iter().flatten().map(|p| p.chunk_bytes).filter(|chunk| *chunk < u64::MAX);
+        let chunk_bytes = chunks.max().unwrap_or(u64::MAX);
+        let no_tensor = self.tensors.len() as u32;
+        self.tensors.push(Tensor {
+            name: "the start of a pass".into(),
+            dtype: DType::U8,
+            shape: [0].into(),
+            partial: None,
+        });
+        let ranks = self.ranks.into_iter().map(|ops| ops.finish(no_tensor)).collect();
+        Ok(Built {
+            program: Program { chunk_bytes, tensors: self.tensors, boxes: self.boxes, ranks },
             parts: self.parts,
             instances: self.instances,
+            instance_of: self.instance_of,
             buffers: self.buffers,
             slots: self.slots.iter().map(Slots::len).collect(),
             lowered: self.lowered.to_vec(),
@@ -328,9 +380,12 @@ impl<'a> Builder<'a> {
             }
             for (&rank, (own, arrive)) in ranks.iter().zip(needs) {
                 let deps = own.into_iter().chain(arrive).map(done).collect();
-                let kind = OpKind::Compute { pass: id, nanos };
+                let (needs, makes) = Default::default();
+                let kind = OpKind::Compute { pass: id, nanos, needs, makes };
+                let tiles = self.tiles_of_part(pass, rank, cut, part + 1 == of);
                 let ops = &mut self.ranks[rank.index()];
-                let op = ops.push(kind, OF_NO_INSTANCE, RegionId(0), 0, deps);
+                let op = ops.push(kind, OF_NO_TENSOR, RegionId(0), 0, deps);
+                ops.needs.extend(tiles.into_iter().map(|tile| (op, tile)));
                 ops.computed = Some(op);
                 ops.before = vec![op];
                 self.first_part.entry((pass, rank)).or_insert(op);
@@ -355,11 +410,11 @@ impl<'a> Builder<'a> {
     fn word(&mut self, from: Rank, to: Rank, after: Vec<u32>) -> u32 {
         let (tag, lane) = (self.next_tag, self.word_lane);
         self.next_tag += 1;
-        let send = OpKind::Send { to, lane, tag, weight: 1, from: Buffer::Src };
+        let send = OpKind::Send { to, lane, tag, weight: 1, from: TileId::NOWHERE };
         let deps = after.into_iter().map(done).collect();
-        self.ranks[from.index()].push(send, OF_NO_INSTANCE, RegionId(0), 0, deps);
-        let recv = OpKind::Recv { from, lane, tag, into: Buffer::Src, reduce: false };
-        self.ranks[to.index()].push(recv, OF_NO_INSTANCE, RegionId(0), 0, vec![])
+        self.ranks[from.index()].push(send, OF_NO_TENSOR, RegionId(0), 0, deps);
+        let recv = OpKind::Recv { from, lane, tag, into: TileId::NOWHERE, reduce: false };
+        self.ranks[to.index()].push(recv, OF_NO_TENSOR, RegionId(0), 0, vec![])
     }
 
     /// What a part of a pass waits for: the part before it and room for what it makes; and what arrives for it.
@@ -385,6 +440,29 @@ impl<'a> Builder<'a> {
             }
         }
         (deps, arrive)
+    }
+
+    /// What a part of a pass reads: what it needs from its moment on, and, until the last pass that keeps it, what the stage got for the
+    /// microbatch.
+    fn tiles_of_part(&self, pass: Pass, rank: Rank, cut: &[f64], last: bool) -> Vec<TileId> {
+        let stage = pass.stage.index();
+        let mut read = vec![];
+        for (crossing, direction) in self.crossings_into(pass) {
+            if last || self.step.crossings[crossing].needed_at(direction) <= cut[0] {
+                read.push((crossing, direction));
+            }
+        }
+        if last && matches!(pass.kind, PassKind::B | PassKind::W | PassKind::BW) {
+            read.extend(forwards(&self.ending[stage]));
+        }
+        if last && pass.kind == PassKind::W {
+            read.extend(backwards(&self.starting[stage]));
+        }
+        let ends = |(crossing, direction): (usize, Direction)| {
+            let instance = self.brings.get(&(crossing as u32, direction, pass.microbatch))?;
+            self.ends[*instance as usize].get(&rank)
+        };
+        read.into_iter().filter_map(ends).flat_map(|ends| &ends.needed).copied().collect()
     }
 
     /// The instance that last used the buffer which the next one of a crossing will use.

@@ -1,0 +1,171 @@
+//! Boxes in memory, as streams of bytes: what is sent, received and copied.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::ops::Range;
+#[cfg(feature = "mpi")]
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::Memory;
+use crate::checksum;
+use crate::combine::Combine;
+use crate::view::View;
+
+/// A box in some memory.
+#[derive(Debug, Clone)]
+pub struct Place {
+    pub memory: Arc<Memory>,
+    pub view: View,
+}
+
+impl Place {
+    pub fn bytes(&self) -> u64 {
+        self.view.bytes()
+    }
+}
+
+/// A place whose bytes may be touched.
+#[derive(Debug, Clone)]
+#[repr(transparent)]
+pub struct Lent(Place);
+
+impl Lent {
+    /// # Safety
+    /// While the value or a copy of it lives, whoever holds it has the place's bytes: nobody else in this process writes to
+    /// them, and where anything is written through it, nobody else reads them. All that is made of one memory is used by one
+    /// thread at a time. An engine has this of a memory that it holds a lease of, for a program that was verified.
+    pub(crate) unsafe fn of(place: &Place) -> &Self {
+        let place: *const Place = place;
+        // SAFETY: it is the same value in another type, by `repr(transparent)`.
+        unsafe { &*place.cast::<Self>() }
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+
+    pub(crate) fn memory(&self) -> &Arc<Memory> {
+        &self.0.memory
+    }
+
+    pub(crate) fn view(&self) -> &View {
+        &self.0.view
+    }
+
+    /// The slices of a part of the stream, to write from; as many as there is room for. Returns how many bytes.
+    pub(crate) fn slices<'a>(&'a self, part: Range<u64>, room: usize, out: &mut Vec<IoSlice<'a>>) -> u64 {
+        let mut bytes = 0;
+        for run in self.0.view.runs(part).take(room) {
+            // SAFETY: see `Lent::of`; the slice ends with the borrow.
+            out.push(IoSlice::new(unsafe { self.0.memory.slice(run) }));
+            bytes += run.1;
+        }
+        bytes
+    }
+
+    /// The same to read into.
+    pub(crate) fn slices_mut<'a>(
+        &'a self,
+        part: Range<u64>,
+        room: usize,
+        out: &mut Vec<IoSliceMut<'a>>,
+    ) -> u64 {
+        let mut bytes = 0;
+        for run in self.0.view.runs(part).take(room) {
+            // SAFETY: see `Lent::of`; runs of a view do not overlap.
+            out.push(IoSliceMut::new(unsafe { self.0.memory.slice_mut(run) }));
+            bytes += run.1;
+        }
+        bytes
+    }
+
+    /// Where a part of the stream lies, if it is one run of bytes. Whoever reads or writes there keeps to what
+    /// [`Lent::of`] asks for, and keeps the memory.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn in_one_run(&self, part: Range<u64>) -> Option<NonNull<[u8]>> {
+        let bytes = part.end - part.start;
+        let run = self.0.view.runs(part).next().filter(|run| run.1 == bytes)?;
+        // SAFETY: see `Lent::of`; only its address is kept.
+        Some(NonNull::from(unsafe { self.0.memory.slice_mut(run) }))
+    }
+
+    /// Continues a checksum over a part of the stream.
+    pub(crate) fn checksum(&self, part: Range<u64>, so_far: u32) -> u32 {
+        // SAFETY: see `Lent::of`.
+        let bytes = |run| unsafe { self.0.memory.slice(run) };
+        self.0.view.runs(part).fold(so_far, |crc, run| checksum::append(crc, bytes(run)))
+    }
+
+    /// Appends a part of the stream.
+    pub(crate) fn pack(&self, part: Range<u64>, out: &mut Vec<u8>) {
+        for run in self.0.view.runs(part) {
+            // SAFETY: see `Lent::of`.
+            out.extend_from_slice(unsafe { self.0.memory.slice(run) });
+        }
+    }
+
+    /// Puts bytes at `offset` of the stream, or combines them with what is there.
+    pub(crate) fn unpack(&self, offset: u64, mut bytes: &[u8], combine: Option<Combine>) {
+        for run in self.0.view.runs(offset..offset + bytes.len() as u64) {
+            let (head, rest) = bytes.split_at(run.1 as usize);
+            // SAFETY: see `Lent::of`.
+            put(unsafe { self.0.memory.slice_mut(run) }, head, combine);
+            bytes = rest;
+        }
+    }
+
+    /// Copies a part of another place's stream to the same part of this one's. The two do not overlap in memory.
+    pub(crate) fn copy_from(&self, from: &Lent, part: Range<u64>, combine: Option<Combine>) {
+        let (mut source, mut target) = (from.0.view.runs(part.clone()), self.0.view.runs(part));
+        let (mut have, mut want) = (source.next(), target.next());
+        while let (Some(a), Some(b)) = (have, want) {
+            let len = a.1.min(b.1);
+            let apart = !Arc::ptr_eq(&self.0.memory, &from.0.memory) || a.0 + len <= b.0 || b.0 + len <= a.0;
+            assert!(apart, "bytes {}..+{len} are copied onto {}", a.0, b.0);
+            // SAFETY: see `Lent::of`, and the two do not overlap.
+            let (into, from) =
+                unsafe { (self.0.memory.slice_mut((b.0, len)), from.0.memory.slice((a.0, len))) };
+            put(into, from, combine);
+            let rest = |run: (u64, u64)| (run.1 > len).then_some((run.0 + len, run.1 - len));
+            have = rest(a).or_else(|| source.next());
+            want = rest(b).or_else(|| target.next());
+        }
+    }
+}
+
+fn put(into: &mut [u8], bytes: &[u8], combine: Option<Combine>) {
+    match combine {
+        None => into.copy_from_slice(bytes),
+        Some(combine) => combine.apply(into, bytes),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crossmesh_core::region::{Region, Span};
+
+    fn place(memory: &Arc<Memory>, base: u64, held: &Region, region: &Region) -> Lent {
+        let place = Place { memory: memory.clone(), view: View::of_box(base, held, region, 2).unwrap() };
+        // SAFETY: a test is one thread, and none of its places overlap.
+        unsafe { Lent::of(&place) }.clone()
+    }
+
+    #[test]
+    fn a_box_moves_between_buffers_of_different_shape() {
+        let memory = Arc::new(Memory::private(4096).unwrap());
+        let (wide, narrow) = (Region::whole(&[4, 6]), Region::new(vec![Span::new(1, 3), Span::new(1, 5)]));
+        let whole = place(&memory, 0, &wide, &wide);
+        whole.unpack(0, &(0..48).collect::<Vec<u8>>(), None);
+        let (from, into) = (place(&memory, 0, &wide, &narrow), place(&memory, 100, &narrow, &narrow));
+        for part in [0..3, 3..3, 3..16] {
+            into.copy_from(&from, part, None);
+        }
+        let (mut sent, mut got) = (vec![], vec![]);
+        from.pack(0..16, &mut sent);
+        into.pack(0..16, &mut got);
+        assert_eq!(sent, [14, 15, 16, 17, 18, 19, 20, 21, 26, 27, 28, 29, 30, 31, 32, 33]);
+        assert_eq!(got, sent);
+        assert_eq!(into.checksum(4..16, into.checksum(0..4, 0)), crc32c::crc32c(&sent));
+    }
+}
