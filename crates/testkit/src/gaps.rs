@@ -20,7 +20,10 @@ pub struct Gap {
     pub transfers: usize,
     /// The problem, to be planned again.
     pub command: String,
+    /// Why the bound is what it is.
     pub reason: String,
+    /// Why the plan is what it is.
+    pub choices: Vec<String>,
 }
 
 /// What a sweep saw.
@@ -40,7 +43,7 @@ pub fn problem((src, dst): &(String, String), seed: u64, class: Class) -> Proble
 }
 
 /// Plans a problem, verifies the plan where it is one of those to be verified, and simulates it.
-fn gap(pair: &(String, String), seed: u64, class: Class, verified: bool) -> Option<Gap> {
+pub fn gap(pair: &(String, String), seed: u64, class: Class, verified: bool) -> Option<Gap> {
     let problem = problem(pair, seed, class);
     let command = command(&pair.0, &pair.1, &problem.cluster);
     let bound = lower_bound(&problem).unwrap();
@@ -67,6 +70,7 @@ fn measured(plan: &Plan, problem: &Problem, bound: Bound, seed: u64, command: St
         transfers: plan.transfers().len(),
         command,
         reason: bound.reason,
+        choices: plan.reasons.clone(),
     }
 }
 
@@ -87,10 +91,11 @@ pub fn sweep(
             continue;
         };
         if gap.over > far {
-            let Gap { over, busiest, transfers, command, reason, .. } = &gap;
+            let Gap { over, busiest, transfers, command, reason, choices, .. } = &gap;
             eprintln!(
-                "{} seed {seed}: {over:.4}, the busiest link {busiest:.4}, {transfers} transfers ({reason}):\n  {}",
+                "{} seed {seed}: {over:.4}, the busiest link {busiest:.4}, {transfers} transfers ({reason}; {}):\n  {}",
                 class.name,
+                choices.join("; "),
                 command.replace('\n', "\\n")
             );
         }

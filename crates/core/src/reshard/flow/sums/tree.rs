@@ -28,9 +28,18 @@ use super::super::emit::Emitter;
 use super::room::Room;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Shape {
+pub(in super::super) enum Shape {
     Star,
     Path,
+}
+
+impl Shape {
+    pub(in super::super) fn name(self) -> &'static str {
+        match self {
+            Shape::Star => "a star",
+            Shape::Path => "a path",
+        }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -38,13 +47,15 @@ pub(super) struct Tree {
     /// Paths to the root, in the order in which they arrive there; ranks without the root.
     pub up: Vec<Vec<Rank>>,
     pub root: Rank,
+    /// Ranks on the way up that pass on what they get and add nothing.
+    pub relays: Vec<Rank>,
     /// Edges, each after the one that leads to it.
     pub down: Vec<(Rank, Rank)>,
 }
 
 impl Tree {
     pub(super) fn new(root: Rank) -> Self {
-        Self { up: vec![], root, down: vec![] }
+        Self { up: vec![], root, relays: vec![], down: vec![] }
     }
 
     /// A path to the root, unless it is empty.
@@ -59,7 +70,7 @@ impl Tree {
         path.iter().copied().zip(next.copied())
     }
 
-    fn edges(&self) -> impl Iterator<Item = (Rank, Rank)> + '_ {
+    pub(super) fn edges(&self) -> impl Iterator<Item = (Rank, Rank)> + '_ {
         self.up.iter().flat_map(|path| self.path_edges(path)).chain(self.down.iter().copied())
     }
 }
@@ -123,7 +134,7 @@ impl Emitter<'_> {
         for (from, to) in tree.path_edges(&tree.up[path]) {
             let mut after = of.arrived.remove(&from).unwrap_or_default();
             let is_first = after.is_empty();
-            let adds = to != tree.root || of.root_adds;
+            let adds = (to != tree.root || of.root_adds) && !tree.relays.contains(&to);
             let more = of.arrived.contains_key(&to);
             if let Some(room) = room.as_mut().filter(|_| to != tree.root && !of.is_wanted_by(to)) {
                 after.extend(room.take(to));
