@@ -42,7 +42,7 @@ use emit::Emitter;
 use links::Links;
 use packing::{Packing, pack};
 use routes::{Route, routes};
-use sums::{Shape, Style};
+use sums::{Balanced, Shape, Style};
 use tiers::tiered_routes;
 use trees::{Commodity, commodities};
 
@@ -50,9 +50,13 @@ use trees::{Commodity, commodities};
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
 /// The same for sums: paths through many hosts take long to simulate.
 const MAX_COMPARED_SUMS: usize = 4_000;
-/// Shapes of trees by load towards the root and away from it, in the order in which they are tried.
-const BALANCED_SHAPES: [(Shape, Shape); 3] =
-    [(Shape::Path, Shape::Path), (Shape::Star, Shape::Star), (Shape::Star, Shape::Path)];
+/// Shapes of trees by load towards the root and away from it, and batches, in the order in which they are tried.
+const BALANCED: [(Shape, Shape, u64); 4] = [
+    (Shape::Path, Shape::Path, 1),
+    (Shape::Star, Shape::Star, 1),
+    (Shape::Path, Shape::Path, 4),
+    (Shape::Star, Shape::Star, 4),
+];
 /// Chunks are small enough for a chain to fill in this share of the busiest link's time, within limits.
 const FILL_SHARE: u64 = 512;
 const MIN_CHUNK: u64 = 32 << 10;
@@ -164,8 +168,9 @@ impl Flow<'_> {
         let links = Links::of(self.problem);
         let mut styles = vec![Style::Turns { stars: false }];
         if self.options.max_extra_bytes.is_none() {
-            let balanced = |(up, down)| Style::Balanced { up, down, bound_s: self.bound_s };
-            styles.extend(BALANCED_SHAPES.map(balanced));
+            let bound_s = self.bound_s;
+            let balanced = |(up, down, batches)| Style::Balanced(Balanced { up, down, batches, bound_s });
+            styles.extend(BALANCED.map(balanced));
         }
         let mut best_style = self.style;
         for style in styles {
@@ -184,7 +189,7 @@ impl Flow<'_> {
 
     /// Whether other ways to add up need not be tried.
     fn is_close_sum(&self, built: &Built, links: &Links) -> bool {
-        let limit_s = PACKING_GAIN * self.bound_s;
+        let limit_s = CLOSE_ENOUGH * self.bound_s;
         let is_large = built.plan.transfers().len() > MAX_COMPARED_SUMS;
         links.busiest_s(&built.plan) <= limit_s && (is_large || built.predicted_s() <= limit_s)
     }
@@ -346,9 +351,9 @@ impl Built {
                 Bytes(passed_on)
             ));
         }
-        if let Style::Balanced { up, down, .. } = flow.style {
+        if let Style::Balanced(Balanced { up, down, batches, .. }) = flow.style {
             reasons.push(format!(
-                "devices and hosts for sums are chosen by load: {} towards the root of a box, {} away from it",
+                "devices and hosts for sums are chosen by load: {} towards the root of a box, {} away from it, {batches} after each other",
                 up.name(),
                 down.name()
             ));

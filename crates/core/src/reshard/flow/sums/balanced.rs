@@ -207,7 +207,7 @@ impl Builder<'_, '_> {
     /// The hosts that add, path by path: all of them, or with a star those of a group.
     fn ways_up(&self) -> Vec<Vec<&Stop<'_>>> {
         let busiest_in = |stops: &[&Stop]| {
-            let load = |s: &&&Stop| self.loads.host(s.0).0;
+            let load = |s: &&&Stop| self.loads.around(s.0).0;
             let others = stops.iter().filter(|s| s.0 != self.root_host);
             others.max_by(|a, b| load(a).total_cmp(&load(b)).then(b.0.cmp(&a.0))).map(|s| s.0)
         };
@@ -216,13 +216,20 @@ impl Builder<'_, '_> {
             let first = busiest_in(&all).unwrap_or(self.root_host);
             return vec![self.in_order(all, |s| s.0, first, self.root_host)];
         }
+        // The root's own group comes last here, and second in the end: by then it has added up.
         let ring = self.in_order(all, |s| s.0, self.root_host, self.root_host);
         let groups = ring.chunk_by(|a, b| self.group(a.0) == self.group(b.0));
         let ways = groups.map(|stops| {
             let first = busiest_in(stops).unwrap_or(self.root_host);
             self.in_order(stops.to_vec(), |s| s.0, first, self.root_host)
         });
-        ways.collect()
+        let mut ways: Vec<Vec<&Stop>> = ways.collect();
+        // What is added up over NICs is under way as early as others; inside a host it is there at once.
+        let is_own = ways.last().is_some_and(|way| self.group(way[0].0) == self.group(self.root_host));
+        if is_own && self.loads.links.topology.num_tiers() > 0 {
+            ways.rotate_right(1);
+        }
+        ways
     }
 
     /// Takes a box through the devices of a host that add, in by one port and out by another.
@@ -237,6 +244,14 @@ impl Builder<'_, '_> {
         }
         let start = self.cut.turn % ranks.len();
         ranks.rotate_left(start);
+        let mut joining = vec![];
+        if self.shapes.0 == Shape::Path {
+            let sides = self.split_off_sides(host, &mut ranks, enters);
+            if ranks.is_empty() {
+                return tree.push_way(sides, root, enters);
+            }
+            joining = sides;
+        }
         let exit = (!is_last).then(|| self.exit(host, &ranks, root));
         if let Some(at) = exit.and_then(|exit| ranks.iter().position(|&r| r == exit)) {
             let exit = ranks.remove(at);
@@ -249,10 +264,30 @@ impl Builder<'_, '_> {
             let entry = ranks.remove(at);
             ranks.insert(0, entry);
         }
+        tree.push_way(joining, ranks[0], true);
         let relay_in = entry.filter(|r| !ranks.contains(r));
         let relay_out = exit.filter(|r| !ranks.contains(r));
         tree.relays.extend(relay_in.into_iter().chain(relay_out));
         path.extend(relay_in.into_iter().chain(ranks).chain(relay_out));
+    }
+
+    /// Who waits for the sum as well as adding to it stays off the path: what it passed on would be in the way of what it
+    /// gets, until all of it has left. Its part joins the path at the host's first device; at the root's host all parts do
+    /// so at the root. Where everybody waits for the sum, one of them is on the path.
+    fn split_off_sides(&self, host: HostId, ranks: &mut Vec<Rank>, enters: bool) -> Vec<Rank> {
+        if host == self.root_host {
+            return std::mem::take(ranks);
+        }
+        let Some(receivers) = self.cut.receivers.get(&host) else { return vec![] };
+        let (mut sides, mut path): (Vec<Rank>, Vec<Rank>) =
+            ranks.iter().partition(|r| receivers.binary_search(r).is_ok());
+        if path.is_empty() {
+            let one = self.one_of(&sides, enters, true);
+            sides.retain(|&r| r != one);
+            path.push(one);
+        }
+        *ranks = path;
+        sides
     }
 
     /// The holder of a part whose ports have the most time.
@@ -312,7 +347,7 @@ impl Builder<'_, '_> {
         }
         let away: Vec<HostId> = self.cut.receivers.keys().copied().filter(|h| *h != self.root_host).collect();
         let busiest_out = |hosts: &[HostId]| {
-            let load = |h: &HostId| self.loads.host(*h).1;
+            let load = |h: &HostId| self.loads.around(*h).1;
             hosts.iter().copied().max_by(|a, b| load(a).total_cmp(&load(b)).then(b.cmp(a)))
         };
         let Some(last) = busiest_out(&away) else { return };
@@ -327,7 +362,7 @@ impl Builder<'_, '_> {
             for &host in way {
                 let sender = self.sender(from_host, &from, tree);
                 let ranks = &self.cut.receivers[&host];
-                let entry = self.landing(host, ranks);
+                let entry = self.landing(host, ranks, tree);
                 tree.down.push((sender, entry));
                 from = vec![entry];
                 self.spread_inside(ranks, entry, tree, &mut from);
@@ -341,6 +376,7 @@ impl Builder<'_, '_> {
         let mut others: Vec<Rank> = ranks.iter().copied().filter(|&r| r != from).collect();
         let start = self.cut.turn % others.len().max(1);
         others.rotate_left(start);
+        others.sort_by_key(|&r| tree.is_on_path(r));
         let mut from = from;
         for to in others {
             tree.down.push((from, to));
@@ -351,17 +387,15 @@ impl Builder<'_, '_> {
 
     /// The device that sends it to the next host, of those that have it; or a relay.
     fn sender(&self, host: HostId, has: &[Rank], tree: &mut Tree) -> Rank {
-        let sent = |r: Rank| tree.down.iter().filter(|e| e.0 == r).count() as u64;
         let cost = |r: Rank| self.loads.nic_out(r, self.bytes() * (1 + self.crossing(tree, r)));
         let own = least(has.iter().copied(), cost).expect("somebody has it");
-        let _ = sent;
         let giver = least(has.iter().copied(), |r| self.loads.local_out(r, self.bytes())).unwrap_or(own);
         let relay = |r: Rank| {
             let local = self.loads.local_in(r, self.bytes()).max(self.loads.local_out(giver, self.bytes()));
             cost(r).max(local)
         };
         // Who was on the way up may be one too, but the order that takes is not worth it.
-        let up: Vec<Rank> = tree.up.iter().flatten().copied().collect();
+        let up: Vec<Rank> = tree.up.iter().flat_map(|way| way.ranks.iter().copied()).collect();
         let others = self.loads.ranks(host).filter(|r| !has.contains(r) && !up.contains(r));
         let best = self.own_or(own, cost(own), least(others, relay), relay);
         if best != own && !tree.down.iter().any(|e| e.1 == best) {
@@ -377,11 +411,12 @@ impl Builder<'_, '_> {
     }
 
     /// The device at which it enters a host that wants it.
-    fn landing(&self, host: HostId, ranks: &[Rank]) -> Rank {
+    fn landing(&self, host: HostId, ranks: &[Rank], tree: &Tree) -> Rank {
         let start = self.cut.turn % ranks.len();
-        let turns = ranks[start..].iter().chain(&ranks[..start]).copied();
+        let turns = || ranks[start..].iter().chain(&ranks[..start]).copied();
         let into = |r: Rank| self.loads.nic_in(r, self.bytes());
-        let own = least(turns, into).expect("a host that receives has receivers");
+        let own = least(turns().filter(|&r| !tree.is_on_path(r)), into).or_else(|| least(turns(), into));
+        let own = own.expect("a host that receives has receivers");
         let relay = |r: Rank| {
             let local = self.loads.local_out(r, self.bytes()).max(self.loads.local_in(own, self.bytes()));
             into(r).max(local)

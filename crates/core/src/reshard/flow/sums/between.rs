@@ -22,14 +22,28 @@ const AS_GOOD: f64 = 1.002;
 /// Paths of boxes side by side that take more than this share of the time to fill are too slow.
 const SLOW_FILL_SHARE: u64 = 90;
 
+/// In which order boxes set off.
+struct Order {
+    /// All boxes that set off at one rank are one stream.
+    follow: bool,
+    /// Stars begin in so many batches, one after the other.
+    batches: u64,
+}
+
 impl Emitter<'_> {
     pub(super) fn between_hosts(&mut self, cuts: &[Cut], style: Style, room: Option<&mut Room>) {
         let stars = match style {
-            Style::Balanced { up, down, bound_s } if room.is_none() => {
-                let trees = balanced(self.problem, cuts, (up, down), &self.plan, bound_s);
-                return self.emit_trees(cuts, &trees, up, false, None);
+            Style::Balanced(style) if room.is_none() => {
+                let trees = balanced(self.problem, cuts, (style.up, style.down), &self.plan, style.bound_s);
+                return self.emit_trees(
+                    cuts,
+                    &trees,
+                    style.up,
+                    Order { follow: false, batches: style.batches },
+                    None,
+                );
             }
-            Style::Balanced { .. } => false,
+            Style::Balanced(_) => false,
             Style::Turns { stars } => stars,
         };
         let rates: Vec<f64> = self.problem.cluster.hosts.iter().map(|h| h.in_bytes_per_s()).collect();
@@ -69,16 +83,16 @@ impl Emitter<'_> {
             }
         }
         let follow = apart && (!self.many_ports || self.fills_slowly(cuts, &trees));
-        self.emit_trees(cuts, &trees, shape, follow, room);
+        self.emit_trees(cuts, &trees, shape, Order { follow, batches: 1 }, room);
     }
 
-    /// Emits the cuts along their trees; with `follow`, all boxes that set off at one rank are one stream.
+    /// Emits the cuts along their trees.
     fn emit_trees(
         &mut self,
         cuts: &[Cut],
         trees: &[Tree],
         shape: Shape,
-        follow: bool,
+        order: Order,
         mut room: Option<&mut Room>,
     ) {
         let mut routes: FxHashMap<&Tree, u32> = FxHashMap::default();
@@ -87,7 +101,7 @@ impl Emitter<'_> {
             let region = self.plan.add_region(cut.region.clone());
             let mut of = Box::new(cut.sum.tensor, region, tree, self.demands.set(cut.sum.receivers));
             of.root_adds = cut.root_adds(tree);
-            if shape == Shape::Path && !follow {
+            if shape == Shape::Path && !order.follow {
                 let next = routes.len() as u32 + 1;
                 of.route = *routes.entry(tree).or_insert(next);
             }
@@ -101,7 +115,13 @@ impl Emitter<'_> {
                     self.sum_down(of);
                 }
             }
-            Shape::Star => self.stars(&mut boxes),
+            Shape::Star => {
+                let last = cuts.iter().map(|cut| cut.turn).max().unwrap_or(0) as u64 + 1;
+                let batch = |turn: usize| (turn as u64 * order.batches / last) as usize;
+                let mut batches: Vec<Vec<Box>> = (0..order.batches).map(|_| vec![]).collect();
+                boxes.into_iter().zip(cuts).for_each(|(of, cut)| batches[batch(cut.turn)].push(of));
+                batches.iter_mut().for_each(|boxes| self.stars(boxes));
+            }
         }
     }
 
@@ -111,7 +131,7 @@ impl Emitter<'_> {
     fn fills_slowly(&self, cuts: &[Cut], trees: &[Tree]) -> bool {
         let mut starts: FxHashMap<Rank, (u64, u64)> = FxHashMap::default();
         for (cut, tree) in cuts.iter().zip(trees) {
-            let (count, bytes) = starts.entry(tree.up.first().map_or(tree.root, |path| path[0])).or_default();
+            let (count, bytes) = starts.entry(tree.start()).or_default();
             (*count, *bytes) = (*count + 1, *bytes + cut.bytes);
         }
         let crossings =
@@ -195,17 +215,31 @@ impl Emitter<'_> {
 fn in_lanes(boxes: &[Box]) -> Vec<usize> {
     let mut lanes: BTreeMap<Rank, Vec<usize>> = BTreeMap::new();
     for (index, of) in boxes.iter().enumerate() {
-        lanes.entry(of.tree.up.first().map_or(of.tree.root, |path| path[0])).or_default().push(index);
+        lanes.entry(of.tree.start()).or_default().push(index);
     }
     let num_lanes = lanes.len();
+    let step = spread_step(num_lanes);
     let mut turns: Vec<(usize, usize)> = Vec::with_capacity(boxes.len());
     for (l, lane) in lanes.into_values().enumerate() {
-        let first = l * lane.len() / num_lanes;
+        let first = (l * step % num_lanes) * lane.len() / num_lanes;
         let order = lane[first..].iter().chain(&lane[..first]);
         turns.extend(order.enumerate().map(|(turn, &index)| (turn, index)));
     }
     turns.sort_unstable();
     turns.into_iter().map(|(_, index)| index).collect()
+}
+
+/// A step around a ring of `n` places that comes by all of them, and is never near to where it was lately: about the golden
+/// ratio of the ring.
+fn spread_step(n: usize) -> usize {
+    let coprime = |step: &usize| {
+        let (mut a, mut b) = (n, *step);
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        a == 1
+    };
+    (n * 618 / 1000..n).find(coprime).unwrap_or(1)
 }
 
 /// The receiver at which a sum comes together: one that has a part, so that it saves a hop.

@@ -75,7 +75,7 @@ impl Cut<'_> {
     /// Whether the root of a tree has the part that nobody else brings.
     pub(super) fn root_adds(&self, tree: &Tree) -> bool {
         let num_parts: usize = self.cover.iter().map(|(_, parts)| parts.len()).sum();
-        tree.up.iter().map(Vec::len).sum::<usize>() - tree.relays.len() < num_parts
+        tree.num_senders() - tree.relays.len() < num_parts
     }
 
     /// Whether somebody may have to hold it for others.

@@ -69,6 +69,15 @@ impl<'a> Loads<'a> {
         (into / count / self.bound_s, out / count / self.bound_s)
     }
 
+    /// What stands in the way of entering and of leaving a host: its NICs, or an uplink above it.
+    pub(super) fn around(&self, host: HostId) -> (f64, f64) {
+        let (mut into, mut out) = self.host(host);
+        for (group_out, group_in) in self.links.groups_of(host) {
+            (into, out) = (into.max(self.with(group_in, 0)), out.max(self.with(group_out, 0)));
+        }
+        (into, out)
+    }
+
     /// By how much prices rise if a tree is taken.
     pub(super) fn price(&mut self, tree: &Tree, bytes: u64) -> f64 {
         let mut path = vec![];

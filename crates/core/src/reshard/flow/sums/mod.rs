@@ -47,13 +47,25 @@ pub(super) use tree::Shape;
 /// Beyond this many transfers, pieces are cut no more than they have to be.
 const MANY_TRANSFERS: u64 = 100_000;
 
+/// Trees by load.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Balanced {
+    /// The shape between hosts towards the root and away from it.
+    pub up: Shape,
+    pub down: Shape,
+    /// Boxes follow each other in so many batches: what comes next is under way while what came first is passed on.
+    pub batches: u64,
+    /// When all links should be done.
+    pub bound_s: f64,
+}
+
 /// How hosts are told apart that could do the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Style {
     /// Everybody in turn: stars where they may be and put no more on any link than paths do.
     Turns { stars: bool },
-    /// By load: the shape between hosts towards the root and away from it, and when all links should be done.
-    Balanced { up: Shape, down: Shape, bound_s: f64 },
+    /// By load.
+    Balanced(Balanced),
 }
 
 impl Emitter<'_> {
@@ -80,8 +92,8 @@ impl Emitter<'_> {
             of_source[class.source as usize].0 += 1;
             let (roots, devices) = match style {
                 Style::Turns { .. } => self.num_turns(class, &holders[class.source as usize], few),
-                Style::Balanced { up, .. } => {
-                    (self.num_boxes(class, &holders[class.source as usize], up, place.1), 1)
+                Style::Balanced(style) => {
+                    (self.num_boxes(class, &holders[class.source as usize], style, place.1), 1)
                 }
             };
             for &item in &class.items {
@@ -91,7 +103,7 @@ impl Emitter<'_> {
                     let holders = &holders[class.source as usize];
                     // Roots take turns by their load, devices one turn of all roots after the other.
                     let turn = match (self.many_ports, few) {
-                        _ if matches!(style, Style::Balanced { .. }) => i,
+                        _ if matches!(style, Style::Balanced(_)) => i,
                         (true, true) => i / roots as usize,
                         (true, false) => c,
                         (false, _) => 0,

@@ -4,6 +4,7 @@ use crate::id::HostId;
 
 use super::super::super::demand::SumClass;
 use super::super::emit::Emitter;
+use super::Balanced;
 use super::holders::{Holders, by_host};
 use super::tree::Shape;
 
@@ -14,7 +15,7 @@ const MAX_PORT_TURNS: u64 = 48;
 /// With fewer boxes loads cannot be made even.
 const MIN_BALANCED: u64 = 12;
 /// The most transfers of trees by load, of the classes of one source together.
-const MAX_BALANCED: u64 = 4_000;
+const MAX_BALANCED: u64 = 3_500;
 
 impl Emitter<'_> {
     /// How many turns a piece takes: one for every host that could be its root, and for every device of a host.
@@ -43,7 +44,7 @@ impl Emitter<'_> {
         &self,
         class: &SumClass,
         holders: &Holders,
-        up: Shape,
+        style: Balanced,
         num_classes: usize,
     ) -> u64 {
         let receivers = by_host(self.demands.set(class.receivers), &self.problem.topology);
@@ -51,14 +52,18 @@ impl Emitter<'_> {
         let nics = |h: &HostId| u64::from(self.problem.cluster.hosts[h.index()].nics);
         let ports = hosts.map(nics).fold(1, |all, n| lcm(all, n).min(MAX_PORT_TURNS));
         let shared = receivers.keys().filter(|h| holders.hosts.contains_key(h)).count();
-        let roots = match up {
+        let roots = match style.up {
             Shape::Star => holders.hosts.len().max(receivers.len()),
             Shape::Path => shared.max(1),
         };
-        let wanted = (ports * roots as u64).max(MIN_BALANCED).div_ceil(num_classes as u64).max(ports);
+        let wanted =
+            (ports * roots as u64).max(MIN_BALANCED).div_ceil(num_classes as u64).max(ports) * style.batches;
         let parts = self.demands.sources[class.source as usize].parts.len();
         let edges = (parts + self.demands.set(class.receivers).len()) * class.items.len() * num_classes;
-        wanted.min(MAX_BALANCED / edges as u64).max(1)
+        // Whole turns of the ports, where there is room for one.
+        let most = (MAX_BALANCED / edges as u64).max(1);
+        let turns = if most > ports { most / ports * ports } else { most };
+        wanted.min(turns)
     }
 }
 
