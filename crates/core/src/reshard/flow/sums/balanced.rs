@@ -6,6 +6,12 @@
 //! tree whose links are the cheapest ([`super::loads`]) is taken. Who chose first did not know what the others would
 //! need, so every box may choose again.
 //!
+//! A host with nothing to do may also stand before the root, so that who wants the sum takes in less:
+//!
+//! ```text
+//! parts on a b c, wanted on all, x idle      a -> x <- b,  x -> c,  c -> a, c -> b      into a b c: one each
+//! ```
+//!
 //! Groups of a tier are visited one after the other, or add up for themselves before they send, so that each uplink
 //! carries a box once:
 //!
@@ -64,8 +70,8 @@ pub(super) fn balanced(
 
 fn choose(loads: &mut Loads, cut: &Cut, shapes: (Shape, Shape)) -> Tree {
     let mut best: Option<(f64, Tree)> = None;
-    for root in candidates(loads, cut) {
-        let tree = Builder { loads, cut, shapes, root_host: root }.tree();
+    for (root_host, hub) in candidates(loads, cut, shapes.0) {
+        let tree = Builder { loads, cut, shapes, root_host, hub }.tree();
         let price = loads.price(&tree, cut.bytes);
         if best.as_ref().is_none_or(|b| price < b.0 * (1.0 - 1e-9)) {
             best = Some((price, tree));
@@ -75,7 +81,8 @@ fn choose(loads: &mut Loads, cut: &Cut, shapes: (Shape, Shape)) -> Tree {
 }
 
 /// Hosts that may be the root: a few of those that add and receive, of those that do one of the two, and of the others.
-fn candidates(loads: &Loads, cut: &Cut) -> Vec<HostId> {
+/// With stars also those where another host adds up for the root, one that would have nothing to take in.
+fn candidates(loads: &Loads, cut: &Cut, up: Shape) -> Vec<(HostId, Option<HostId>)> {
     let num_hosts = loads.links.topology.num_hosts();
     let mut kinds: [Vec<(f64, usize, HostId)>; 4] = Default::default();
     for h in 0..num_hosts {
@@ -93,7 +100,11 @@ fn candidates(loads: &Loads, cut: &Cut) -> Vec<HostId> {
     let mut found = vec![];
     for kind in &mut kinds {
         kind.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        found.extend(kind.iter().take(TRIED).map(|c| c.2));
+        found.extend(kind.iter().take(TRIED).map(|c| (c.2, None)));
+    }
+    if up == Shape::Star && cut.cover.len() > 2 {
+        let hub = kinds[3].first().map(|c| c.2);
+        found.extend(kinds[0].iter().take(TRIED).filter_map(|c| hub.map(|hub| (c.2, Some(hub)))));
     }
     found
 }
@@ -103,6 +114,8 @@ struct Builder<'a, 'b> {
     cut: &'a Cut<'a>,
     shapes: (Shape, Shape),
     root_host: HostId,
+    /// Who adds up for the root what comes from other groups.
+    hub: Option<HostId>,
 }
 
 /// A host on the way, with the parts it adds.
@@ -112,12 +125,20 @@ impl Builder<'_, '_> {
     fn tree(&self) -> Tree {
         let root = self.root_rank();
         let mut tree = Tree::new(root);
+        let hub =
+            self.hub.and_then(|hub| least(self.loads.ranks(hub), |r| self.loads.nic_in(r, self.bytes())));
         for stops in self.ways_up() {
+            let is_own = self.group(stops[0].0) == self.group(self.root_host);
             let mut path = vec![];
             for (host, parts) in stops {
                 self.through(*host, parts, &mut path, &mut tree);
             }
-            tree.push_path(path);
+            let to = hub.filter(|_| !is_own).unwrap_or(root);
+            tree.push_way(path, to, false);
+        }
+        if let Some(hub) = hub.filter(|&hub| tree.up.iter().any(|way| way.to == hub)) {
+            tree.relays.push(hub);
+            tree.push_path(vec![hub]);
         }
         self.spread(&mut tree);
         tree

@@ -56,8 +56,8 @@ impl Emitter<'_> {
             Shape::Star => holders.hosts.len().max(receivers.len()),
             Shape::Path => shared.max(1),
         };
-        let wanted =
-            (ports * roots as u64).max(MIN_BALANCED).div_ceil(num_classes as u64).max(ports) * style.batches;
+        let wanted = (ports * roots as u64).max(MIN_BALANCED).div_ceil(num_classes as u64);
+        let wanted = wanted.next_multiple_of(ports) * style.batches;
         let parts = self.demands.sources[class.source as usize].parts.len();
         let edges = (parts + self.demands.set(class.receivers).len()) * class.items.len() * num_classes;
         // Whole turns of the ports, where there is room for one.
