@@ -1,11 +1,11 @@
-//! `flow` against the bound on partial sums, large and random, and the cases that once went wrong.
+//! `flow` against the bound on partial sums: the cases that once went wrong. Random ones are in `sum_sweep`.
 
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, lower, lower_bound, plan};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::verify::verify;
-use crossmesh_testkit::{big_sums, sweep};
+use crossmesh_testkit::sweep;
 
 fn problem(src: &str, dst: &str, devices_per_host: Option<u32>) -> Problem {
     let pair = (String::new(), src.parse().unwrap(), dst.parse().unwrap());
@@ -31,65 +31,25 @@ fn ratio(problem: &Problem, plan: &Plan) -> f64 {
     seconds / bound.seconds
 }
 
-/// Simulating more transfers than this takes minutes; such plans are made, and not timed.
-const MAX_TIMED: usize = 30_000;
-
-/// Mean and worst over random sums on clusters that have been changed. Prints those that are far off.
-fn gaps(what: &str, change: impl Fn(&mut Cluster)) -> (f64, f64) {
-    let (mut gaps, mut untimed) = (vec![], 0);
-    for seed in 0..sweep::count(14) as u64 {
-        let (src, dst) = big_sums::pair(seed);
-        let pair = || (String::new(), src.parse().unwrap(), dst.parse().unwrap());
-        let mut cluster = Problem::new(vec![pair()], Hosts::default()).unwrap().cluster;
-        change(&mut cluster);
-        let problem = Problem::new(vec![pair()], Hosts::Described(cluster)).unwrap();
-        let plan = plan(&problem, &PlanOptions::default()).unwrap();
-        if seed % 4 == 0 && plan.transfers().len() <= MAX_TIMED {
-            verify(&plan).unwrap_or_else(|error| panic!("seed {seed}: {src} -> {dst}: {error}"));
-        }
-        if plan.transfers().len() > MAX_TIMED {
-            untimed += 1;
-            continue;
-        }
-        gaps.push(ratio(&problem, &plan));
-        let gap = gaps[gaps.len() - 1];
-        if gap > 1.10 {
-            let reason = lower_bound(&problem).unwrap().reason;
-            let count = plan.transfers().len();
-            eprintln!("{gap:.3} seed {seed}: {src} -> {dst}, {count} transfers; {reason}");
-        }
+/// Three hosts add up and idle ones beside them help. The bound says 4/3 of the tensor's time without, 8/7 with one and 1
+/// with two of them; plans with helpers lie between.
+#[test]
+fn idle_hosts_help_to_add_up() {
+    let mut before = f64::MAX;
+    for (idle, most) in [(0, 1.335), (1, 1.29), (2, 1.29), (4, 1.29)] {
+        let cluster = Cluster::of_hosts(vec![Host::with_devices(1); 3 + idle]);
+        let layout = |split: &str| format!("f32[33554432]@A{{d:3}}({split})").parse().unwrap();
+        let pair = (String::new(), layout("_ | sum d"), layout("_"));
+        let problem = Problem::new(vec![pair], Hosts::Described(cluster)).unwrap();
+        let bound = lower_bound(&problem).unwrap();
+        let (plan, gap) = flow(&problem);
+        let tensor_s = 4.0 * 33554432.0 / 1.25e9;
+        let seconds = gap * bound.seconds / tensor_s;
+        eprintln!("{idle} idle: bound {:.4}, predicted {seconds:.4}", bound.seconds / tensor_s);
+        assert!(seconds <= most && seconds <= before * 1.001, "{idle} idle: {seconds}, {bound:?}");
+        assert_eq!(plan.transfers().iter().any(|t| t.dst.index() >= 3), idle > 0, "{idle} idle");
+        before = seconds;
     }
-    let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
-    let worst = gaps.iter().copied().fold(0.0, f64::max);
-    let over = gaps.iter().filter(|gap| **gap > 1.10).count();
-    let timed = gaps.len();
-    eprintln!(
-        "{what}: {timed} sums timed, {untimed} too large; mean {mean:.4}, worst {worst:.4}, {over} above 1.10"
-    );
-    (mean, worst)
-}
-
-/// The worst have receivers among the adders: hosts that have to send what they hold and to forward besides, where hosts
-/// with nothing to do could help, as the bound allows (seed 16, 1.25); or a path of a hundred hosts for every piece
-/// (seed 15, 1.12).
-#[test]
-fn random_sums_on_hosts_with_one_nic() {
-    let (mean, worst) = gaps("one NIC a host", |_| {});
-    assert!(mean <= 1.02 && worst <= 1.26, "mean {mean:.4}, worst {worst:.4}");
-}
-
-/// The worst have receivers among the adders, as above; and all-reduces and reduce-scatters whose parts have to be added up
-/// over slow local links before they can leave.
-#[test]
-fn random_sums_with_a_nic_per_device() {
-    let change = |cluster: &mut Cluster| {
-        for host in &mut cluster.hosts {
-            let nics = host.devices;
-            *host = Host { nics, local_bytes_per_s: 2.0 * 1.25e9 * f64::from(nics), ..host.clone() };
-        }
-    };
-    let (mean, worst) = gaps("a NIC per device", change);
-    assert!(mean <= 1.05 && worst <= 1.60, "mean {mean:.4}, worst {worst:.4}");
 }
 
 #[test]
@@ -105,7 +65,7 @@ fn gradients_of_64_devices_reach_four_replicas() {
     let problem =
         problem("bf16[8192,8192]@T{fsdp:64}(_,_ | sum fsdp)", "bf16[8192,8192]@I{dp:4,tp:8}(tp,_)", Some(8));
     let gap = flow(&problem).1;
-    assert!(gap <= 1.03, "{gap}");
+    assert!(gap <= 1.02, "{gap}");
 }
 
 #[test]
@@ -114,7 +74,7 @@ fn long_chains_fill_fast() {
         let src = format!("f32[16777216]@A{{d:{devices}}}(_ | sum d)");
         let gap = flow(&problem(&src, "f32[16777216]@B{d:8}(d)", Some(8))).1;
         eprintln!("{devices} devices: {gap:.4}");
-        assert!(gap <= 1.05, "{devices} devices: {gap}");
+        assert!(gap <= 1.02, "{devices} devices: {gap}");
     }
 }
 

@@ -5,7 +5,7 @@
 //! ```
 
 use crate::cluster::{Cluster, Topology};
-use crate::id::Rank;
+use crate::id::{HostId, Rank};
 
 use super::super::plan::Plan;
 use super::super::problem::Problem;
@@ -62,6 +62,14 @@ impl<'a> Links<'a> {
             let crosses = from != to;
             let out = from.filter(|_| crosses).map(|g| (first + 2 * g) as usize);
             out.into_iter().chain(to.filter(|_| crosses).map(|g| (first + 2 * g + 1) as usize))
+        })
+    }
+
+    /// The uplinks of the groups that a host is in, out and in.
+    pub(super) fn groups_of(&self, host: HostId) -> impl Iterator<Item = (usize, usize)> + '_ {
+        self.tiers.iter().enumerate().filter_map(move |(tier, &first)| {
+            let group = self.topology.group(tier, host)?;
+            Some(((first + 2 * group) as usize, (first + 2 * group + 1) as usize))
         })
     }
 

@@ -42,11 +42,21 @@ use emit::Emitter;
 use links::Links;
 use packing::{Packing, pack};
 use routes::{Route, routes};
+use sums::{Balanced, Shape, Style};
 use tiers::tiered_routes;
 use trees::{Commodity, commodities};
 
 /// Alternatives are compared by simulating them while they are no larger than this; beyond, the first is taken.
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
+/// The same for sums: paths through many hosts take long to simulate.
+const MAX_COMPARED_SUMS: usize = 4_000;
+/// Shapes of trees by load towards the root and away from it, and batches, in the order in which they are tried.
+const BALANCED: [(Shape, Shape, u64); 4] = [
+    (Shape::Path, Shape::Path, 1),
+    (Shape::Star, Shape::Star, 1),
+    (Shape::Path, Shape::Path, 4),
+    (Shape::Star, Shape::Star, 4),
+];
 /// Chunks are small enough for a chain to fill in this share of the busiest link's time, within limits.
 const FILL_SHARE: u64 = 512;
 const MIN_CHUNK: u64 = 32 << 10;
@@ -73,8 +83,17 @@ pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, Pla
     }
     let demands = Demands::of(problem)?;
     let bound = bound_of(problem, &demands);
-    let flow = Flow { problem, options, demands: &demands, bound_s: bound.seconds };
+    let mut flow = Flow {
+        problem,
+        options,
+        demands: &demands,
+        bound_s: bound.seconds,
+        style: Style::Turns { stars: true },
+    };
     let mut best = flow.build(1.0, false)?;
+    if !demands.sums.is_empty() {
+        best = flow.try_styles(best)?;
+    }
     if best.is_small() && best.depth > 0 {
         best = flow.try_shallower(best)?;
     }
@@ -94,6 +113,8 @@ struct Flow<'a> {
     options: &'a PlanOptions,
     demands: &'a Demands,
     bound_s: f64,
+    /// How sums are added up.
+    style: Style,
 }
 
 /// One alternative.
@@ -136,6 +157,49 @@ impl Flow<'_> {
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
         let (packed_trees, predicted) = (None, OnceCell::new());
         Ok(Built { plan, stretch, seconds, port_seconds, relayed_bytes, depth, packed_trees, predicted })
+    }
+
+    /// Adds sums up in other ways, until one is close to the bound, and takes the fastest: by paths alone, since at a star
+    /// one sender may wait for another; and along trees by load.
+    fn try_styles(&mut self, mut best: Built) -> Result<Built, PlanError> {
+        if self.bound_s == 0.0 {
+            return Ok(best);
+        }
+        let links = Links::of(self.problem);
+        let mut styles = vec![Style::Turns { stars: false }];
+        if self.options.max_extra_bytes.is_none() {
+            let bound_s = self.bound_s;
+            let balanced = |(up, down, batches)| Style::Balanced(Balanced { up, down, batches, bound_s });
+            styles.extend(BALANCED.map(balanced));
+        }
+        let mut best_style = self.style;
+        for style in styles {
+            if self.is_close_sum(&best, &links) {
+                break;
+            }
+            self.style = style;
+            let rival = self.build(1.0, false)?;
+            if self.is_faster_sum(&rival, &best, &links) {
+                (best, best_style) = (rival, style);
+            }
+        }
+        self.style = best_style;
+        Ok(best)
+    }
+
+    /// Whether other ways to add up need not be tried.
+    fn is_close_sum(&self, built: &Built, links: &Links) -> bool {
+        let limit_s = CLOSE_ENOUGH * self.bound_s;
+        let is_large = built.plan.transfers().len() > MAX_COMPARED_SUMS;
+        links.busiest_s(&built.plan) <= limit_s && (is_large || built.predicted_s() <= limit_s)
+    }
+
+    /// By simulating both where they are small, else by their busiest links.
+    fn is_faster_sum(&self, rival: &Built, best: &Built, links: &Links) -> bool {
+        match rival.plan.transfers().len().max(best.plan.transfers().len()) <= MAX_COMPARED_SUMS {
+            true => rival.predicted_s() < best.predicted_s() * 0.999,
+            false => RELAY_GAIN * links.busiest_s(&rival.plan) < links.busiest_s(&best.plan),
+        }
     }
 
     /// Gives holders more time than the least, twice as much each try, so that they send more copies themselves and
@@ -218,7 +282,7 @@ impl Flow<'_> {
     fn emitter(&self) -> Result<Emitter<'_>, PlanError> {
         let mut emitter =
             Emitter::new(self.problem, self.demands, Plan::new(self.problem.clone(), "flow", 0));
-        emitter.sums(self.options.max_extra_bytes)?;
+        emitter.sums(self.options.max_extra_bytes, self.style)?;
         Ok(emitter)
     }
 
@@ -285,6 +349,13 @@ impl Built {
                  go from host to host",
                 Bytes(added),
                 Bytes(passed_on)
+            ));
+        }
+        if let Style::Balanced(Balanced { up, down, batches, .. }) = flow.style {
+            reasons.push(format!(
+                "devices and hosts for sums are chosen by load: {} towards the root of a box, {} away from it, {batches} after each other",
+                up.name(),
+                down.name()
             ));
         }
         if let Some(trees) = self.packed_trees {

@@ -14,6 +14,10 @@ use super::Emitter;
 /// Devices of a host take turns in a lane with boxes from this size on: well above what telling the next one costs.
 const MIN_HANDED_OVER: u64 = 1 << 20;
 
+/// The kind of routes that others wait for, and by how much more than others they weigh.
+const WAITED_FOR: u8 = 7;
+const URGENCY: u64 = 8;
+
 /// Lanes of forwarded boxes.
 #[derive(Default)]
 pub(super) struct Lanes {
@@ -23,7 +27,8 @@ pub(super) struct Lanes {
 }
 
 /// Between hosts with forwarding (0) or without (5), inside one (1), of a sum (2), on a holder's host to a relay (3) or
-/// to stay (4), along a packed tree (6); its class or path; its place in the class, or the host.
+/// to stay (4), along a packed tree (6), of a
+/// sum that others wait for (7); its class or path; its place in the class, or the host.
 pub(in super::super) type RouteId = (u8, u32, u32);
 
 struct Lane {
@@ -108,6 +113,9 @@ impl Emitter<'_> {
         let number = self.lanes.number(route, src, dst.0);
         let id = self.plan.add(tensor, src, dst, region, after);
         self.join_lane(id, number);
+        if route.0 == WAITED_FOR {
+            self.lanes.lanes[number].bytes += (URGENCY - 1) * self.plan.transfers()[id.index()].bytes;
+        }
         id
     }
 

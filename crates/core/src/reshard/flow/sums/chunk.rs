@@ -20,7 +20,7 @@ use super::super::super::strategy::MIN_CHUNK_BYTES;
 const FILL_SHARE: f64 = 512.0;
 /// Chunks below this size cost more than they save, unless a chain would not fill in this share even so.
 const SMALL_CHUNK: u64 = 32 << 10;
-const LONG_FILL_SHARE: f64 = 128.0;
+const LONG_FILL_SHARE: f64 = 256.0;
 const MAX_CHUNK: u64 = 4 << 20;
 
 /// The chunk for a plan with sums.

@@ -28,39 +28,80 @@ use super::super::emit::Emitter;
 use super::room::Room;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Shape {
+pub(in super::super) enum Shape {
     Star,
     Path,
 }
 
+impl Shape {
+    pub(in super::super) fn name(self) -> &'static str {
+        match self {
+            Shape::Star => "a star",
+            Shape::Path => "a path",
+        }
+    }
+}
+
+/// A path up to a rank that adds what arrives.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Way {
+    pub ranks: Vec<Rank>,
+    pub to: Rank,
+    /// Whether it joins another path on its way, or the root: others wait for it.
+    pub is_side: bool,
+}
+
+impl Way {
+    fn edges(&self) -> impl Iterator<Item = (Rank, Rank)> + '_ {
+        let next = self.ranks[1..].iter().chain([&self.to]);
+        self.ranks.iter().copied().zip(next.copied())
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Tree {
-    /// Paths to the root, in the order in which they arrive there; ranks without the root.
-    pub up: Vec<Vec<Rank>>,
+    /// Paths to the root, in the order in which they arrive there.
+    pub up: Vec<Way>,
     pub root: Rank,
+    /// Ranks on the way up that pass on what they get and add nothing.
+    pub relays: Vec<Rank>,
     /// Edges, each after the one that leads to it.
     pub down: Vec<(Rank, Rank)>,
 }
 
 impl Tree {
     pub(super) fn new(root: Rank) -> Self {
-        Self { up: vec![], root, down: vec![] }
+        Self { up: vec![], root, relays: vec![], down: vec![] }
     }
 
     /// A path to the root, unless it is empty.
     pub(super) fn push_path(&mut self, ranks: Vec<Rank>) {
+        self.push_way(ranks, self.root, false);
+    }
+
+    pub(super) fn push_way(&mut self, ranks: Vec<Rank>, to: Rank, is_side: bool) {
         if !ranks.is_empty() {
-            self.up.push(ranks);
+            self.up.push(Way { ranks, to, is_side });
         }
     }
 
-    fn path_edges<'a>(&'a self, path: &'a [Rank]) -> impl Iterator<Item = (Rank, Rank)> + 'a {
-        let next = path[1..].iter().chain([&self.root]);
-        path.iter().copied().zip(next.copied())
+    /// Where its last path starts.
+    pub(super) fn start(&self) -> Rank {
+        self.up.last().map_or(self.root, |way| way.ranks[0])
     }
 
-    fn edges(&self) -> impl Iterator<Item = (Rank, Rank)> + '_ {
-        self.up.iter().flat_map(|path| self.path_edges(path)).chain(self.down.iter().copied())
+    /// Whether a rank passes on what comes from others, other than to be waited for.
+    pub(super) fn is_on_path(&self, rank: Rank) -> bool {
+        self.up.iter().any(|way| !way.is_side && way.ranks.contains(&rank))
+    }
+
+    /// How many ranks send something up.
+    pub(super) fn num_senders(&self) -> usize {
+        self.up.iter().map(|way| way.ranks.len()).sum()
+    }
+
+    pub(super) fn edges(&self) -> impl Iterator<Item = (Rank, Rank)> + '_ {
+        self.up.iter().flat_map(Way::edges).chain(self.down.iter().copied())
     }
 }
 
@@ -120,16 +161,19 @@ impl Emitter<'_> {
     /// room.
     pub(super) fn sum_up(&mut self, of: &mut Box, path: usize, mut room: Option<&mut Room>) {
         let tree = of.tree;
-        for (from, to) in tree.path_edges(&tree.up[path]) {
+        let kind = if tree.up[path].is_side { 7 } else { 2 };
+        for (from, to) in tree.up[path].edges() {
             let mut after = of.arrived.remove(&from).unwrap_or_default();
+            // What came last is followed.
+            after.reverse();
             let is_first = after.is_empty();
-            let adds = to != tree.root || of.root_adds;
+            let adds = (to != tree.root || of.root_adds) && !tree.relays.contains(&to);
             let more = of.arrived.contains_key(&to);
             if let Some(room) = room.as_mut().filter(|_| to != tree.root && !of.is_wanted_by(to)) {
                 after.extend(room.take(to));
             }
             let id = match is_first {
-                true => self.add_first(of.tensor, (from, to), of.region, &after, (2, of.route, 0)),
+                true => self.add_first(of.tensor, (from, to), of.region, &after, (kind, of.route, 0)),
                 false => self.plan.add(of.tensor, from, to, of.region, &after),
             };
             self.plan.transfer_mut(id).reduce = adds || more;
@@ -147,7 +191,8 @@ impl Emitter<'_> {
     /// Emits the way of the sum from its root to everybody else.
     pub(super) fn sum_down(&mut self, of: &mut Box) {
         for &(from, to) in &of.tree.down {
-            let since = of.arrived.get(&from).cloned().unwrap_or_default();
+            let mut since = of.arrived.get(&from).cloned().unwrap_or_default();
+            since.reverse();
             let read = of.read_by.get(&to).copied().filter(|read| !since.contains(read));
             let after: Vec<TransferId> = since.into_iter().chain(read).collect();
             let id = self.plan.add(of.tensor, from, to, of.region, &after);
