@@ -209,7 +209,8 @@ impl Inbox {
         (self.start, self.end) = (0, self.end - self.start);
         let left = self.incoming.as_ref().map_or(0, Incoming::left) as usize;
         let wanted = if self.streams { left + TAIL_BYTES } else { AHEAD_BYTES };
-        let room = wanted.clamp(1, AHEAD_BYTES - self.end);
+        // Full of what makes no sense, it has no room: then nothing is read, which is taken for the end.
+        let room = wanted.min(AHEAD_BYTES - self.end);
         let into = &mut self.ahead[self.end..self.end + room];
         let bytes = receive(socket, &mut [IoSliceMut::new(into)], &mut self.descriptors)?;
         self.end += bytes;
