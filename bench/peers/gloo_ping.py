@@ -1,8 +1,8 @@
-"""One of two ranks that send a message there and back with torch.distributed (gloo), as crates/comm/examples/ping.rs does.
+"""Ranks that send a message there and back, or sum one up, with torch.distributed (gloo), as crates/comm/examples/ping.rs does.
 
-    crossmesh launch -n 2 -- python3 bench/peers/gloo_ping.py BYTES ROUNDS
+    crossmesh launch -n 2 -- python3 bench/peers/gloo_ping.py BYTES ROUNDS [all-reduce]
 
-Rank 0 prints a JSON line: the time one way, by round.
+Every rank prints a JSON line: the median time of a round (of half a round, for there and back), and the processor time of one.
 """
 
 import json
@@ -27,22 +27,26 @@ def there_and_back(rank, data):
 
 
 def main():
-    size, rounds = int(sys.argv[1]), int(sys.argv[2])
+    size, rounds, sums = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["all-reduce"]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    data = torch.ones(size // 4, dtype=torch.int32)
+    data = torch.zeros(size // 4)
+    one = (lambda: dist.all_reduce(data)) if sums else (lambda: there_and_back(rank, data))
     for _ in range(min(WARM_UP, rounds)):
-        there_and_back(rank, data)
-    seconds = []
+        one()
+    seconds, processor = [], time.process_time()
     for _ in range(rounds):
         start = time.monotonic()
-        there_and_back(rank, data)
-        seconds.append((time.monotonic() - start) / 2)
-    assert bool((data == 1).all()), "what came back is not what was sent"
-    if rank == 0:
-        line = {"bytes": size, "median_s": statistics.median(seconds), "least_s": min(seconds)}
-        print(json.dumps(line), flush=True)
+        one()
+        seconds.append((time.monotonic() - start) / (1 if sums else 2))
+    processor = (time.process_time() - processor) / rounds
+    # What everybody has as 0 stays 0; what a rank alone has as 1 arrives once.
+    data[-1] = 1.0 if rank == 0 else 0.0
+    one()
+    assert float(data.sum()) == 1.0, "what came back is not what was sent"
+    line = {"bytes": size, "median_s": statistics.median(seconds), "least_s": min(seconds), "processor_s": processor}
+    print(json.dumps(line), flush=True)
     dist.barrier()
     # Gloo's own teardown may hang when peers leave first; the numbers are out.
     sys.stdout.flush()

@@ -11,12 +11,12 @@ use crossmesh_comm::clock::Moment;
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{EngineOptions, Interrupt};
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_comm::flight::FlightRecord;
+use crossmesh_comm::lab::execute::{ExecuteOptions, Failure, Gate, RankReport};
+use crossmesh_comm::lab::usage::ExtraMemory;
 use crossmesh_comm::rendezvous::{
     Abort, Fault, Links, Log, Meeting, OnAbort, Patience, RendezvousError, Word,
 };
-use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
 

@@ -9,12 +9,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::clock::{Moment, by_one_clock};
-use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
+use crossmesh_comm::lab::emulate::{Emulation, NicRate};
+use crossmesh_comm::lab::usage::ExtraMemory;
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
 use crossmesh_comm::protect::{PROTECT_VARIABLE, Protect};
 use crossmesh_comm::rendezvous::Abort;
-use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow};
 use crossmesh_comm::collectives::Reduction;
-use crossmesh_comm::sweep::{Case, Sweep};
+use crossmesh_comm::lab::sweep::{Case, Sweep};
 use crossmesh_core::id::Rank;
 use crossmesh_core::reshard::doc::ClusterDoc;
 use serde::{Deserialize, Serialize};

@@ -9,7 +9,7 @@
 mod common;
 
 use common::{Kind, options, planned, run_with};
-use crossmesh_comm::execute::ExecuteOptions;
+use crossmesh_comm::lab::execute::ExecuteOptions;
 use crossmesh_core::reshard::Strategy;
 
 fn main() {

@@ -9,6 +9,8 @@
 //!        |
 //! buffer                shards and staging memory; boxes as runs of bytes
 //! ```
+//!
+//! What only benches, tests and `crossmesh run` need is in [`lab`].
 
 pub mod auth;
 pub mod buffer;
@@ -19,24 +21,19 @@ pub mod combine;
 pub mod deadline;
 pub mod device;
 pub mod driver;
-pub mod emulate;
 pub mod engine;
 pub mod environment;
 pub mod error;
-pub mod execute;
 pub mod flight;
-pub mod fuzz;
+pub mod lab;
 pub mod launch;
 pub mod limits;
 pub mod memory;
-pub mod pattern;
 pub mod protect;
 pub mod rendezvous;
 mod room;
 pub mod step;
-pub mod sweep;
 pub mod transport;
-pub mod usage;
 pub mod view;
 pub mod wake;
 pub mod wire;

@@ -1,7 +1,7 @@
 //! One rank's part of a training step: passes on its device, crossings over its links, run after run.
 //!
 //! Every crossing has a few buffers, used in turn ([`StepBuffers`]); where a stage's memory is kept for it, it is sent back from
-//! where it arrived. A trainer's passes read and write them. Where nothing is computed, they are filled with the pattern that [`crate::pattern`] knows, so that after
+//! where it arrived. A trainer's passes read and write them. Where nothing is computed, they are filled with the pattern that [`crate::lab::pattern`] knows, so that after
 //! a run every element that crossed last can be looked at.
 
 #![allow(unsafe_code)]
@@ -17,9 +17,9 @@ use crate::collectives::Element;
 use crate::device::Device;
 use crate::engine::{Engine, JobSpec};
 use crate::error::CommError;
-use crate::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
+use crate::lab::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
+use crate::lab::pattern::{self, Patterned};
 use crate::memory::Place;
-use crate::pattern::{self, Patterned};
 use crate::transport::Link;
 
 /// The memory of all crossings on one rank. Between the compute op that makes a tensor and those that need it, the program
@@ -176,7 +176,7 @@ fn names(step: &Step, lowered: &StepProgram) -> Vec<String> {
     crossings.chain(["the start of a pass".into()]).collect()
 }
 
-/// Runs a lowered step on one rank. `links` leads to every rank of [`crate::execute::peers_of`].
+/// Runs a lowered step on one rank. `links` leads to every rank of [`crate::lab::execute::peers_of`].
 pub fn execute_step(
     step: &Step,
     lowered: &StepProgram,

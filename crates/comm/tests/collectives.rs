@@ -9,7 +9,7 @@ use crossmesh_comm::buffer::{RankBuffers, Sharing};
 use crossmesh_comm::clock::Monotonic;
 use crossmesh_comm::collectives::{CallError, Collectives, Element, GroupId, Reduction};
 use crossmesh_comm::engine::{Engine, EngineOptions, JobSpec};
-use crossmesh_comm::pattern;
+use crossmesh_comm::lab::pattern;
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::collective::{Algorithm, CollectiveOptions, Counts};
 use crossmesh_core::id::Rank;

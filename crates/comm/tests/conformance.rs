@@ -22,7 +22,7 @@ with_cases!(test_each);
 fn shared_memory_needs_no_payload_in_the_socket() {
     // What the sockets carried is not counted; that memory is private shows that the other way works as well.
     let plan = planned(&[("u8[1000000]@A{x:1}(_)", "u8[1000000]@B{x:1}(_)")], Strategy::SendRecv, None);
-    let private = crossmesh_comm::execute::ExecuteOptions {
+    let private = crossmesh_comm::lab::execute::ExecuteOptions {
         sharing: crossmesh_comm::buffer::Sharing::Private,
         ..options(Kind::Shm)
     };

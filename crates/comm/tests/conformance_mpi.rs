@@ -76,7 +76,7 @@ mod stops {
 
     use crossmesh_comm::engine::EngineOptions;
     use crossmesh_comm::error::CommError;
-    use crossmesh_comm::execute::{ExecuteOptions, Gate, execute, peers_of};
+    use crossmesh_comm::lab::execute::{ExecuteOptions, Gate, execute, peers_of};
     use crossmesh_comm::rendezvous::{Abort, Fault, Meeting, RendezvousError};
     use crossmesh_comm::transport::mpi::OverMpi;
     use crossmesh_core::id::Rank;

@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crossmesh_comm::emulate::{Emulation, NicRate, remove_stale};
+use crossmesh_comm::lab::emulate::{Emulation, NicRate, remove_stale};
 use crossmesh_comm::transport::tcp::tune;
 use crossmesh_testkit::machine::{inside, namespaces_of, needs_root};
 

@@ -12,7 +12,7 @@ use crossmesh_comm::clock::{Clock, Monotonic};
 use crossmesh_comm::engine::{Engine, EngineOptions, JobSpec};
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::flight::{OpState, PeerState};
-use crossmesh_comm::pattern;
+use crossmesh_comm::lab::pattern;
 use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_comm::wire::{Header, Kind as FrameKind};
 use crossmesh_core::id::Rank;

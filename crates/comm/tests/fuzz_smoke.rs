@@ -1,6 +1,6 @@
 //! A bounded run of the fuzz target on stable.
 
-use crossmesh_comm::fuzz;
+use crossmesh_comm::lab::fuzz;
 use crossmesh_comm::wire::{Header, Kind};
 use crossmesh_testkit::seed::Seed;
 

@@ -11,7 +11,7 @@ use crossmesh_comm::buffer::{RankBuffers, Sharing};
 use crossmesh_comm::clock::Monotonic;
 use crossmesh_comm::engine::{Engine, EngineOptions, JobReport, JobSpec};
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::pattern;
+use crossmesh_comm::lab::pattern;
 use crossmesh_comm::protect::Protect;
 use crossmesh_comm::transport::stream::StreamLink;
 use crossmesh_comm::wire::{Header, Kind};

@@ -4,7 +4,7 @@ use std::sync::Barrier;
 
 use crossmesh_comm::buffer::Sharing;
 use crossmesh_comm::device::VirtualDevice;
-use crossmesh_comm::execute::{ExecuteOptions, RankReport};
+use crossmesh_comm::lab::execute::{ExecuteOptions, RankReport};
 use crossmesh_comm::step::{StepBuffers, execute_step};
 use crossmesh_comm::transport::mem::mesh;
 use crossmesh_core::cluster::{Cluster, Host};

@@ -1,7 +1,7 @@
 //! What a process needs beside its tensors, by the system's account. One test: it has the process to itself.
 
+use crossmesh_comm::lab::usage::Meter;
 use crossmesh_comm::memory::Memory;
-use crossmesh_comm::usage::Meter;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 const MIB: u64 = 1 << 20;

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
-use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{
     DEFAULT_PORT, HOST_VARIABLE, LAUNCHER_VARIABLE, Place, Variables, variables,
 };
+use crossmesh_comm::lab::emulate::{Emulation, NicRate};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source, remote_command};
 use crossmesh_comm::protect::{PROTECT_VARIABLE, Protect};
 use crossmesh_core::cluster::{Cluster, Host};

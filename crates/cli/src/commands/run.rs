@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::environment::variables;
+use crossmesh_comm::lab::usage::ExtraMemory;
 use crossmesh_comm::protect::{PROTECT_VARIABLE, Protect};
-use crossmesh_comm::usage::ExtraMemory;
 use crossmesh_core::cluster::Topology;
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::doc::ProgramDoc;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crossmesh_comm::collectives::Element;
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
+use crossmesh_comm::lab::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_core::id::Rank;
 use crossmesh_train::config::Precision;
 use crossmesh_train::kernels::cpu::Cpu;

@@ -4,6 +4,9 @@
 //! ```text
 //! socket --readv--> | rest of the payload, in place | read-ahead: the next headers, small frames |
 //! ```
+//!
+//! Where long payloads come one behind the other, no more is read ahead than the next header and what comes with it: what lies in
+//! the buffer has to be copied once more.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
@@ -70,6 +73,8 @@ pub struct Inbox {
     start: usize,
     end: usize,
     incoming: Option<Incoming>,
+    /// The last frame was data that can be read into place, and long enough for that.
+    streams: bool,
     pub descriptors: VecDeque<OwnedFd>,
     /// The first frame was a greeting.
     pub greeted: bool,
@@ -85,6 +90,7 @@ impl Inbox {
             start: 0,
             end: 0,
             incoming: None,
+            streams: false,
             descriptors: VecDeque::new(),
             greeted: false,
             bytes: 0,
@@ -175,9 +181,9 @@ impl Inbox {
     /// The message whose payload can be read straight into place.
     fn direct(&self, arrivals: &Arrivals) -> Option<Message> {
         let incoming = self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data)?;
-        let expected = &arrivals.get(&incoming.message())?.expected;
-        let in_place = expected.combine.is_none() && expected.place.view().run_bytes() >= MIN_DIRECT_RUN;
-        (in_place && self.start == self.end && incoming.left() >= MIN_DIRECT).then(|| incoming.message())
+        let in_place = can_be_read_into(&arrivals.get(&incoming.message())?.expected);
+        let least = if self.streams { TAIL_BYTES as u64 } else { MIN_DIRECT };
+        (in_place && self.start == self.end && incoming.left() >= least).then(|| incoming.message())
     }
 
     fn read_direct(&mut self, socket: BorrowedFd<'_>, arriving: &Arriving) -> Result<usize, Errno> {
@@ -201,8 +207,12 @@ impl Inbox {
     fn read_ahead(&mut self, socket: BorrowedFd<'_>) -> Result<usize, Errno> {
         self.ahead.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
-        let bytes =
-            receive(socket, &mut [IoSliceMut::new(&mut self.ahead[self.end..])], &mut self.descriptors)?;
+        let left = self.incoming.as_ref().map_or(0, Incoming::left) as usize;
+        let wanted = if self.streams { left + TAIL_BYTES } else { AHEAD_BYTES };
+        // Full of what makes no sense, it has no room: then nothing is read, which is taken for the end.
+        let room = wanted.min(AHEAD_BYTES - self.end);
+        let into = &mut self.ahead[self.end..self.end + room];
+        let bytes = receive(socket, &mut [IoSliceMut::new(into)], &mut self.descriptors)?;
         self.end += bytes;
         Ok(bytes)
     }
@@ -226,6 +236,11 @@ impl Inbox {
         };
         let header = self.check_header(&bytes.clone(), arrivals)?;
         self.start += HEADER_BYTES;
+        if header.kind == Kind::Data {
+            let message = Message { job: header.job, tag: header.tag };
+            let long = u64::from(header.len) >= MIN_DIRECT;
+            self.streams = long && arrivals.get(&message).is_some_and(|a| can_be_read_into(&a.expected));
+        }
         self.incoming = Some(Incoming { header, got: 0, crc: 0, control: vec![] });
         Ok(true)
     }
@@ -262,6 +277,11 @@ impl Inbox {
         incoming.got += len as u32;
         self.start += len;
     }
+}
+
+/// Whether a message replaces what is there, in runs that are worth a slice of a system call.
+fn can_be_read_into(expected: &Expected) -> bool {
+    expected.combine.is_none() && expected.place.view().run_bytes() >= MIN_DIRECT_RUN
 }
 
 /// A part has to be the next one of a message that was announced.

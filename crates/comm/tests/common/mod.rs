@@ -16,7 +16,7 @@ use crossmesh_comm::auth::{Claim, Role, Secret, answer_session, dial_session};
 use crossmesh_comm::buffer::Sharing;
 use crossmesh_comm::deadline::{Deadline, Socket};
 use crossmesh_comm::engine::EngineOptions;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport, execute, peers_of};
+use crossmesh_comm::lab::execute::{ExecuteOptions, Failure, Gate, RankReport, execute, peers_of};
 use crossmesh_comm::protect::{Protect, Session};
 use crossmesh_comm::transport::Link;
 use crossmesh_comm::transport::mem::MemLink;

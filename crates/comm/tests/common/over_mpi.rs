@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::error::CommError;
-use crossmesh_comm::execute::{ExecuteOptions, Failure, Gate, RankReport, execute, peers_of};
+use crossmesh_comm::lab::execute::{ExecuteOptions, Failure, Gate, RankReport, execute, peers_of};
 use crossmesh_comm::rendezvous::Meeting;
 use crossmesh_comm::transport::mpi::OverMpi;
 use crossmesh_core::id::Rank;

@@ -3,7 +3,7 @@
 use crossmesh_comm::buffer::{RankBuffers, Sharing};
 use crossmesh_comm::clock::Monotonic;
 use crossmesh_comm::engine::{Engine, EngineOptions, JobSpec};
-use crossmesh_comm::pattern;
+use crossmesh_comm::lab::pattern;
 use crossmesh_core::id::Rank;
 use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::reshard::{Plan, Strategy};

@@ -77,7 +77,7 @@ pub fn many_small_tensors_move_together(kinds: &[Kind]) {
 pub fn a_run_repeats(kinds: &[Kind]) {
     let plan = planned(&[("f32[300,300]@A{x:2}(x,_)", "f32[300,300]@B{x:3}(x,_)")], Strategy::Flow, None);
     for &kind in kinds {
-        let options = crossmesh_comm::execute::ExecuteOptions { repeat: 5, ..options(kind) };
+        let options = crossmesh_comm::lab::execute::ExecuteOptions { repeat: 5, ..options(kind) };
         assert!(run_with(&plan, kind, &options).iter().all(|r| r.seconds.len() == 5));
     }
 }
@@ -86,7 +86,7 @@ pub fn a_run_repeats(kinds: &[Kind]) {
 pub fn a_sum_of_one_byte_does_not_wait_for_a_heartbeat(kinds: &[Kind]) {
     let plan = planned(&[("u8[1]@A{x:4}(_ | sum x)", "u8[1]@A{x:4}(_)")], Strategy::Flow, None);
     for &kind in kinds {
-        let options = crossmesh_comm::execute::ExecuteOptions { repeat: 20, ..options(kind) };
+        let options = crossmesh_comm::lab::execute::ExecuteOptions { repeat: 20, ..options(kind) };
         let reports = run_with(&plan, kind, &options);
         // Without the stall a few tenths of a millisecond; with it no run of two in a row is quicker than 100 ms.
         let mut pairs = reports[0].seconds.windows(2).map(|w| w[0] + w[1]);

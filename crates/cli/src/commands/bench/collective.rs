@@ -1,7 +1,7 @@
 //! `crossmesh bench collective`: all-reduce and the others within a group, with nccl-tests' bandwidths.
 
 use anyhow::{Context, Result, bail};
-use crossmesh_comm::sweep::{Case, Sweep};
+use crossmesh_comm::lab::sweep::{Case, Sweep};
 use crossmesh_core::cluster::{Cluster, Host, Topology};
 use crossmesh_core::collective::{Call, Collective, Counts, Group, plan};
 use crossmesh_core::dtype::DType;

@@ -13,7 +13,7 @@ use crate::clock::{Clock, Monotonic};
 use crate::collectives::{Buffer, CallError, Collectives, Element, GroupId, Reduction};
 use crate::engine::Engine;
 use crate::error::CommError;
-use crate::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
+use crate::lab::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
 use crate::transport::Link;
 
 /// How long a round should take.

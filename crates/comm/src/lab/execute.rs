@@ -10,9 +10,9 @@ use crate::clock::Monotonic;
 use crate::engine::{Engine, EngineOptions, JobReport, JobSpec};
 use crate::error::CommError;
 use crate::flight::FlightRecord;
-use crate::pattern;
+use crate::lab::pattern;
+use crate::lab::usage::{ExtraMemory, Meter};
 use crate::transport::Link;
-use crate::usage::{ExtraMemory, Meter};
 
 /// Where ranks wait for each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
