@@ -342,7 +342,7 @@ fn a_whole_model_is_planned_by_name() {
     let model = ["explain", "--model", "llama3-8b", "--src", "fsdp 4", "--dst", "dp 2, tp 2", "--fused"];
     let said = ok(&model);
     assert!(said.stdout.contains("reshard 195 tensors"), "{}", said.stdout);
-    assert!(said.stdout.contains("tp of 4096+1024+1024"), "{}", said.stdout);
+    assert!(said.stdout.contains("tp of 14336+14336"), "{}", said.stdout);
     let stderr = refused(&["explain", "--model", "llama3-9b", "--src", "fsdp 4", "--dst", "tp 2"]);
     assert!(stderr.contains("llama3-8b"), "{stderr}");
 }
