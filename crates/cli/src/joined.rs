@@ -11,15 +11,15 @@
 
 use std::sync::Mutex;
 
-use anyhow::{Context, Result, bail};
-use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
+use anyhow::{Result, bail};
+use crossmesh_comm::auth::Secret;
 use crossmesh_comm::deadline::Deadline;
 #[cfg(not(feature = "mpi"))]
 use crossmesh_comm::environment::EnvironmentError;
 #[cfg(feature = "mpi")]
 use crossmesh_comm::environment::TRANSPORT_VARIABLE;
 use crossmesh_comm::environment::{
-    Flags, Place, Transport, Variables, host_name, job_name, launcher, place, transport, variables,
+    Flags, Place, Transport, Variables, host_name, launcher, place, transport, variables,
 };
 use crossmesh_comm::rendezvous::{Meeting, OverSockets, RendezvousError};
 use crossmesh_core::id::Rank;
@@ -114,11 +114,12 @@ fn join_sockets(
     answer_if_first(place.rank);
     let ending = Ending::new(|_| {});
     let secret = secret(&place, variables)?;
-    let patience = patience(Deadline::after(options.arrive), deadline_ms);
+    let patience = patience(&place, variables, Deadline::after(options.arrive), deadline_ms);
     let roster = (0..place.world).map(Rank).collect();
-    let (host, on_abort) = (host_name(variables), ending.on_abort());
+    let (host, on_news) = (host_name(variables), ending.on_news());
     let (rank, world, launcher) = (place.rank, place.world, place.launcher);
-    let meeting = OverSockets::meet(place, &host, roster, secret, patience, log(), on_abort)?;
+    let met = OverSockets::meet(place, &host, roster, secret, patience, log(), on_news);
+    let meeting = met.map_err(|error| ending.not_met(error))?;
     Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
 }
 
@@ -147,24 +148,13 @@ fn answer_if_first(rank: Rank) {
     }
 }
 
-/// The secret that was given to the job; else one made of its name, and the first rank says what that is worth.
+/// The job's secret; the first rank says what it is worth, where that is little.
 fn secret(place: &Place, variables: &Variables) -> Result<Secret> {
-    if let Some(secret) = Secret::from_variables(variables)? {
-        return Ok(secret);
+    let (secret, note) = Secret::of_job(place, variables)?;
+    if let Some(note) = note.filter(|_| place.rank == Rank(0)) {
+        log()(&note);
     }
-    let name = job_name(place.launcher, variables).with_context(|| {
-        format!(
-            "the job that {} started has neither a secret nor a name\nhint: set {SECRET_VARIABLE} to the same random text for all ranks",
-            place.launcher
-        )
-    })?;
-    if place.rank == Rank(0) && !name.secret {
-        let variables = name.variables.join(" and ");
-        log()(&format!(
-            "note: no {SECRET_VARIABLE} was given; ranks know each other by {variables}, which others may guess"
-        ));
-    }
-    Ok(Secret::of_job(&name))
+    Ok(secret)
 }
 
 fn take_part(
@@ -180,10 +170,9 @@ fn take_part(
     let part = Part { task: work.task, rank, repeat, deadline_ms, flight, trace, interrupt };
     let meeting = &mut *job.meeting;
     let summary = match work.task.ranks().contains(&rank) {
-        true => {
-            let links = part.connect(meeting, Deadline::after(options.arrive))?;
+        true => part.connect(meeting, Deadline::after(options.arrive)).and_then(|links| {
             part.take(meeting, links, |round| progress.say(&format!("run {round} of {}", options.repeat)))
-        }
+        }),
         false => part.watch(meeting),
     };
     let abort = match summary {
@@ -210,11 +199,9 @@ fn gather(meeting: &mut dyn Meeting, summary: &Summary) -> Result<Vec<Summary>, 
 }
 
 fn measured(job: &Joined, work: &Work<'_>, summaries: &[Summary], options: &RunOptions) -> Measured {
-    let mut hosts = job.meeting.hosts().to_vec();
-    hosts.sort_unstable();
-    hosts.dedup();
+    let hosts = job.meeting.num_hosts();
     let (launcher, transport) = (job.launcher, job.meeting.transport());
-    let by = Started::ByOthers { launcher, hosts: hosts.len(), transport };
+    let by = Started::ByOthers { launcher, hosts, transport };
     let trace = if options.trace { measured_trace(work.task, summaries) } else { None };
     Measured { trace, ..combine(summaries, work.task.num_times(options.repeat), by) }
 }

@@ -10,7 +10,8 @@ use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::clock::{Moment, by_one_clock};
 use crossmesh_comm::emulate::{Emulation, NicRate};
-use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
+use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place, STARTED_VARIABLE, now_ms};
+use crossmesh_comm::launch::janitor::{Kept, keep};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
 use crossmesh_comm::rendezvous::Abort;
 use crossmesh_comm::usage::ExtraMemory;
@@ -29,7 +30,7 @@ use crate::task::Task;
 use crate::training::OnStep;
 
 /// More processes than this are a mistake on one machine.
-const MAX_PROCESSES: usize = 512;
+const MAX_PROCESSES: usize = 2048;
 /// After a failure, ranks agree on the culprit and say so within this time. One that still runs then is stuck.
 const GRACE: Grace =
     Grace { after_failure: Duration::from_millis(1500), after_term: Duration::from_millis(100) };
@@ -201,6 +202,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let no_folder = || format!("no folder for the plan in {} (TMPDIR says where)", temp.display());
     let folder =
         tempfile::Builder::new().prefix("crossmesh-run-").tempdir_in(&temp).with_context(no_folder)?;
+    let _kept = keep(Kept::Folder(folder.path().display().to_string()));
     files::write(&folder.path().join("work.json"), &work.document).with_context(no_folder)?;
     let site = Site::of(work, &ranks, options.emulate)?;
     let secret = Secret::generate()?;
@@ -292,6 +294,7 @@ fn process(
     let mut env = place.to_variables();
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     env.insert(HOST_VARIABLE.into(), host.to_string());
+    env.insert(STARTED_VARIABLE.into(), now_ms().to_string());
     let document = folder.join("work.json").display().to_string();
     let mut args = vec!["rank".to_string(), work.task.flag().into(), document];
     let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::{
-    DEFAULT_PORT, HOST_VARIABLE, LAUNCHER_VARIABLE, Place, Variables, variables,
+    DEFAULT_PORT, HOST_VARIABLE, LAUNCHER_VARIABLE, Place, STARTED_VARIABLE, Variables, now_ms, variables,
 };
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source, remote_command};
 use crossmesh_core::cluster::{Cluster, Host};
@@ -48,7 +48,7 @@ pub struct Args {
     #[arg(long, value_name = "RATE", requires = "per_host")]
     emulate: Option<String>,
     /// Where ranks meet, on the first host [default: a free port here, 29500 elsewhere]
-    #[arg(long, value_name = "PORT")]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
     /// What reaches a host
     #[arg(long, value_name = "COMMAND", default_value = "ssh -o BatchMode=yes")]
@@ -147,13 +147,14 @@ fn process(args: &Args, hosts: &Hosts, rank: Rank, secret: &Secret) -> Result<Pr
     let mut env: Variables = place.to_variables();
     env.insert("GROUP_RANK".into(), host.to_string());
     env.insert(LAUNCHER_VARIABLE.into(), "crossmesh".into());
+    env.insert(STARTED_VARIABLE.into(), now_ms().to_string());
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     if let Some(name) = hosts.remote.get(host) {
         let rsh: Vec<String> = args.rsh.split_whitespace().map(String::from).collect();
         if rsh.is_empty() {
             bail!("--rsh is empty\nhint: leave it out to use ssh");
         }
-        return Ok(remote_command(rank, &rsh, name, &env, &args.command));
+        return Ok(remote_command(rank, &rsh, name, &env, &args.command)?);
     }
     if hosts.emulation.is_some() {
         env.insert(HOST_VARIABLE.into(), format!("h{host}"));

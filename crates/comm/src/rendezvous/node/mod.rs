@@ -1,0 +1,534 @@
+//! A rank among others, without sockets or a clock: what comes in, what goes out. A thread feeds it from real connections
+//! ([`super::reactor`]), tests from simulated ones, thousands of ranks at a time.
+//!
+//! ```text
+//!                 r0                 the root: where all of them come first
+//!          ┌──────┼──────┐
+//!         r1      r2     r3          at most 16 right under it: its deputies
+//!       ┌──┼──┐   ...
+//!      r4  r5 r6                     and under each of them at most 16
+//! ```
+//!
+//! Words go up and down this tree; whoever loses its parent turns to the root, or the first deputy that is left.
+
+mod ask;
+mod join;
+mod rounds;
+mod trouble;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crossmesh_core::id::Rank;
+
+use super::message::{Notice, Reach, Report, Say};
+use super::pulse::{Absence, Pulse, RoundTrip, ping_ns};
+use super::{Abort, Entry, Fault};
+use crate::auth::{Claim, Refusal, Role};
+use crate::clock::ClockOffset;
+use join::Root;
+use rounds::Barrier;
+use trouble::Trouble;
+
+/// Ranks right under another.
+pub const FAN_OUT: usize = 16;
+const MS: u64 = 1_000_000;
+/// While something is wrong, deadlines are looked at this often.
+const LOOK_NS: u64 = 20 * MS;
+/// How often somebody may be silent and answer a question all the same, before it is reported.
+const MAX_CHECKS: u32 = 3;
+/// And otherwise at least this often.
+const LONGEST_SLEEP_NS: u64 = 1_000 * MS;
+
+/// A connection, as the outside calls it. Those that we dial get odd numbers, those that come even ones.
+pub type LinkId = u64;
+
+/// What happened.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Input {
+    /// Somebody who has proven itself.
+    Linked(LinkId, Claim),
+    /// How a dial of ours ended.
+    Dialed(LinkId, Result<(), Reach>),
+    Said(LinkId, Say),
+    /// A connection is over; with what was said on it that nobody says, if that is why.
+    Closed(LinkId, Option<String>),
+    Command(Command),
+}
+
+/// What the rank's program wants.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Command {
+    /// It has come to a barrier; they are numbered from 1.
+    Ready(u64),
+    Tell {
+        round: u64,
+        text: String,
+    },
+    Where(Vec<Rank>),
+    Fail(Fault),
+    Leave,
+}
+
+/// What to do.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Action {
+    Send(LinkId, Say),
+    Close(LinkId),
+    Dial {
+        link: LinkId,
+        to: Entry,
+        role: Role,
+        by_ns: u64,
+    },
+    /// For the rank's program.
+    Tell(Heard),
+}
+
+/// What the rank's program hears.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Heard {
+    /// Everybody is there, on so many hosts.
+    AllIn(u32),
+    Go {
+        round: u64,
+        clock: Option<ClockOffset>,
+    },
+    Told {
+        round: u64,
+        rank: Rank,
+        text: String,
+    },
+    Entries(Vec<Entry>),
+    /// A rank does not answer, and why: who needs it should say so.
+    Suspect(Rank, String),
+    Abort(Abort),
+    /// Nobody under us is left.
+    Left,
+}
+
+/// How patient a rank is.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// When everybody has to be there, and how long that was.
+    pub arrive_ns: u64,
+    pub arrive_s: f64,
+    /// How long a rank may be silent.
+    pub silence_ns: u64,
+    /// How long the last may take to a barrier, after the first.
+    pub barrier_ns: u64,
+    /// By how much this process was started too late to meet the others, if it was.
+    pub late_s: Option<f64>,
+    /// Ranks on this host, where the launcher says.
+    pub local_world: Option<u32>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Node {
+    me: Entry,
+    limits: Limits,
+    /// What the root alone knows.
+    root: Option<Root>,
+    up: Option<Up>,
+    /// The dial to the parent that the root named.
+    moving: Option<(LinkId, Entry)>,
+    down: BTreeMap<LinkId, Down>,
+    /// The root first, then those right under it.
+    deputies: Vec<Entry>,
+    /// Everybody whose address we know.
+    known: BTreeMap<Rank, Entry>,
+    all_in: Option<u32>,
+    barrier: Barrier,
+    trouble: Trouble,
+    verdict: Option<Abort>,
+    /// Who asks us.
+    asked: BTreeSet<LinkId>,
+    left: bool,
+    /// Somebody under us is gone without a word: no barrier opens any more.
+    broken: bool,
+    absence: Absence,
+    next_link: LinkId,
+    next_ping_ns: u64,
+    wake_ns: u64,
+    out: Vec<Action>,
+}
+
+/// The rank we hang under.
+#[derive(Debug)]
+struct Up {
+    link: LinkId,
+    entry: Entry,
+    heard_ns: u64,
+    pulse: Pulse,
+    /// What it knows of its own clock, and whether it hears the root.
+    clock: Option<ClockOffset>,
+    hears_root: bool,
+    /// How often it was silent and then answered all the same; whether it is being asked.
+    checks: u32,
+    checking: bool,
+    /// It was reported, and is no help.
+    given_up: bool,
+}
+
+/// A rank that hangs under us.
+#[derive(Debug)]
+struct Down {
+    entry: Entry,
+    heard_ns: u64,
+    /// The last barrier that its subtree came to, wholly and in part.
+    ready: u64,
+    waiting: u64,
+    bye: bool,
+    checks: u32,
+    checking: bool,
+    /// It was reported.
+    given_up: bool,
+}
+
+impl Node {
+    /// The first rank of `roster`, where all others come.
+    pub fn root(me: Entry, roster: BTreeSet<Rank>, limits: Limits, now_ns: u64) -> Self {
+        let mut node = Self::new(me.clone(), limits, now_ns);
+        node.deputies = vec![me.clone()];
+        node.root = Some(Root::new(me, roster));
+        node.lead(now_ns);
+        node.settle(now_ns);
+        node
+    }
+
+    /// Another rank, which has proven itself to the root on `link` and now reports.
+    pub fn member(me: Entry, root: Entry, link: LinkId, limits: Limits, now_ns: u64) -> Self {
+        let mut node = Self::new(me.clone(), limits, now_ns);
+        node.deputies = vec![root.clone()];
+        node.hang_under(link, root, now_ns);
+        node.send(link, Say::Report(me));
+        node
+    }
+
+    fn new(me: Entry, limits: Limits, now_ns: u64) -> Self {
+        let known = BTreeMap::from([(me.rank, me.clone())]);
+        Self {
+            me,
+            limits,
+            root: None,
+            up: None,
+            moving: None,
+            down: BTreeMap::new(),
+            deputies: vec![],
+            known,
+            all_in: None,
+            barrier: Barrier::default(),
+            trouble: Trouble::default(),
+            verdict: None,
+            asked: BTreeSet::new(),
+            left: false,
+            broken: false,
+            absence: Absence::new(),
+            next_link: 1,
+            next_ping_ns: now_ns,
+            wake_ns: now_ns,
+            out: vec![],
+        }
+    }
+
+    /// What is to be done since the last call.
+    pub fn take_actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.out)
+    }
+
+    /// Whether somebody who has proven to know the secret may come in.
+    pub fn admit(&self, claim: Claim) -> Result<(), Refusal> {
+        match claim.role {
+            Role::Rendezvous => self.root.as_ref().ok_or(Refusal::WrongDoor)?.admit(claim.from),
+            Role::Tree | Role::Data | Role::Ask if claim.to != self.me.rank => Err(Refusal::WrongDoor),
+            Role::Tree if self.down.values().any(|d| d.entry.rank == claim.from) => {
+                Err(Refusal::DuplicateRank)
+            }
+            Role::Tree | Role::Data | Role::Ask => Ok(()),
+        }
+    }
+
+    /// To be called whenever the thread wakes, before anything is taken in.
+    pub fn look(&mut self, now: u64) {
+        let Some(away) = self.absence.look(self.wake_ns, now) else { return };
+        // Time that passed without us is nobody's silence.
+        let shift = |heard: &mut u64| *heard = (*heard + away).min(now);
+        self.up.iter_mut().for_each(|up| shift(&mut up.heard_ns));
+        self.down.values_mut().for_each(|down| shift(&mut down.heard_ns));
+        self.barrier.shift(away, now);
+    }
+
+    /// Takes in what happened.
+    pub fn take(&mut self, now: u64, input: Input) {
+        match input {
+            Input::Linked(link, claim) => self.on_linked(now, link, claim),
+            Input::Dialed(link, result) => self.on_dialed(now, link, result),
+            Input::Said(link, say) => self.on_said(now, link, say),
+            Input::Closed(link, nonsense) => self.on_closed(now, link, nonsense),
+            Input::Command(command) => self.on_command(now, command),
+        }
+    }
+
+    /// Looks at the deadlines; when to do so next.
+    pub fn tick(&mut self, now: u64) -> u64 {
+        if self.verdict.is_none() {
+            self.beat(now);
+            self.look_for_silence(now);
+            self.look_at_arrivals(now);
+            self.look_at_barrier(now);
+            self.look_into_trouble(now);
+        }
+        let busy = self.trouble.is_active() || self.verdict.is_some();
+        let next = if busy { now + LOOK_NS } else { now + LONGEST_SLEEP_NS };
+        let due = [Some(self.next_ping_ns), self.arrival_due(), self.barrier_due()];
+        self.wake_ns = due.into_iter().flatten().filter(|at| *at > now).fold(next, u64::min);
+        self.wake_ns
+    }
+
+    fn send(&mut self, link: LinkId, say: Say) {
+        self.out.push(Action::Send(link, say));
+    }
+
+    fn send_up(&mut self, say: Say) {
+        if let Some(up) = &self.up {
+            let link = up.link;
+            self.send(link, say);
+        }
+    }
+
+    fn send_down(&mut self, say: &Say) {
+        let links: Vec<LinkId> = self.down.keys().copied().collect();
+        links.into_iter().for_each(|link| self.send(link, say.clone()));
+    }
+
+    fn tell(&mut self, heard: Heard) {
+        self.out.push(Action::Tell(heard));
+    }
+
+    fn dial(&mut self, to: &Entry, role: Role, by_ns: u64) -> LinkId {
+        let link = self.next_link;
+        self.next_link += 2;
+        self.out.push(Action::Dial { link, to: to.clone(), role, by_ns });
+        link
+    }
+
+    fn ping_ns(&self) -> u64 {
+        ping_ns(self.limits.silence_ns)
+    }
+
+    /// Whether the parent was heard a moment ago.
+    fn up_is_well(&self, now: u64) -> bool {
+        let recent = |up: &Up| now.saturating_sub(up.heard_ns) <= 3 * self.ping_ns();
+        self.up.as_ref().is_some_and(|up| !up.given_up && recent(up))
+    }
+
+    /// Whether words of ours get to the root.
+    fn hears_root(&self, now: u64) -> bool {
+        self.root.is_some() || (self.up_is_well(now) && self.up.as_ref().is_some_and(|up| up.hears_root))
+    }
+
+    fn on_linked(&mut self, now: u64, link: LinkId, claim: Claim) {
+        match claim.role {
+            Role::Rendezvous => self.root.iter_mut().for_each(|root| root.came(link, claim.from)),
+            Role::Tree => self.take_under(now, link, claim.from),
+            Role::Ask => {
+                self.asked.insert(link);
+            }
+            Role::Data => {}
+        }
+        if let Some(abort) = self.verdict.clone() {
+            self.send(link, Say::Abort(abort));
+        }
+    }
+
+    fn on_dialed(&mut self, now: u64, link: LinkId, result: Result<(), Reach>) {
+        match self.moving.take_if(|(moving, _)| *moving == link) {
+            Some((_, entry)) => self.on_moved(now, link, entry, result),
+            None => self.on_asking(now, link, result),
+        }
+    }
+
+    fn on_said(&mut self, now: u64, link: LinkId, say: Say) {
+        if let Some(up) = self.up.as_mut().filter(|up| up.link == link) {
+            (up.heard_ns, up.checks) = (now, 0);
+        }
+        if let Some(down) = self.down.get_mut(&link) {
+            (down.heard_ns, down.checks) = (now, 0);
+        }
+        match say {
+            Say::Abort(abort) => self.conclude(now, abort, Some(link)),
+            Say::Report(entry) => self.on_report(now, link, entry),
+            Say::Welcome { parent } => self.on_welcome(now, link, parent),
+            Say::Settled => self.on_settled(now, link),
+            Say::Deputies(deputies) => self.on_deputies(link, deputies),
+            Say::AllIn { hosts } => self.on_all_in(now, link, hosts),
+            Say::Ready { .. } | Say::Waiting { .. } | Say::Go { .. } | Say::Overdue { .. } => {
+                self.on_round(now, link, say);
+            }
+            Say::Late { .. } | Say::Tell { .. } => self.on_words(now, say),
+            Say::Bye => self.on_bye(now, link),
+            Say::Ping { sent_ns } => self.on_ping(now, link, sent_ns),
+            Say::Pong { .. } => self.on_pong(now, link, &say),
+            Say::Trouble(report) => self.on_trouble(now, link, report),
+            Say::Look { at } => self.on_look(now, link, at),
+            Say::Where(ranks) => self.on_where(link, &ranks),
+            Say::Alive { .. } | Say::Seen { .. } | Say::Entries(_) => self.on_answer(now, link, say),
+        }
+    }
+
+    fn on_closed(&mut self, now: u64, link: LinkId, nonsense: Option<String>) {
+        self.asked.remove(&link);
+        if self.verdict.is_some() {
+            return;
+        }
+        let how = match nonsense {
+            Some(nonsense) => format!("says what no rank says to the rendezvous: {nonsense}"),
+            None => "is gone: its process died or its host was cut off".into(),
+        };
+        if let Some(up) = self.up.take_if(|up| up.link == link) {
+            self.lose_the_root();
+            return self.lose(now, up.entry, how);
+        }
+        if let Some(down) = self.down.remove(&link) {
+            match down.bye {
+                true => self.check_round(now),
+                false => {
+                    self.broken = true;
+                    self.lose(now, down.entry, how);
+                }
+            }
+            return;
+        }
+        if let Some(entry) = self.root.as_mut().and_then(|root| root.went(link)) {
+            return self.lose(now, entry, how);
+        }
+        self.on_asking_closed(now, link);
+    }
+
+    /// A connection of the tree is gone without a word.
+    fn lose(&mut self, now: u64, about: Entry, how: String) {
+        if self.left && self.root.is_none() {
+            return self.check_left(now);
+        }
+        self.report(now, Some(about), Notice::Lost(how));
+    }
+
+    fn on_command(&mut self, now: u64, command: Command) {
+        match command {
+            Command::Ready(round) => {
+                self.barrier.mine = round;
+                self.check_round(now);
+            }
+            Command::Tell { round, text } => {
+                let rank = self.me.rank;
+                self.on_words(now, Say::Tell { round, rank, text });
+            }
+            Command::Where(ranks) => self.look_up(now, ranks),
+            Command::Fail(fault) => self.fail(now, fault),
+            Command::Leave => {
+                self.left = true;
+                self.check_left(now);
+            }
+        }
+    }
+
+    /// Asks the parent for a sign of life.
+    fn beat(&mut self, now: u64) {
+        if now >= self.next_ping_ns {
+            self.next_ping_ns = now + self.ping_ns();
+            self.send_up(Say::Ping { sent_ns: now });
+        }
+    }
+
+    fn on_ping(&mut self, now: u64, link: LinkId, sent_ns: u64) {
+        let (clock, root) = (self.clock(now), self.hears_root(now));
+        self.send(link, Say::Pong { sent_ns, there_ns: now, answered_ns: now, clock, root });
+    }
+
+    fn on_pong(&mut self, now: u64, link: LinkId, pong: &Say) {
+        let &Say::Pong { sent_ns, there_ns, answered_ns, clock, root } = pong else { return };
+        let Some(up) = self.up.as_mut().filter(|up| up.link == link) else { return };
+        up.clock = clock;
+        up.hears_root = root;
+        let trip = RoundTrip { sent_ns, there_ns, answered_ns, back_ns: now };
+        let first = up.pulse.answered(trip);
+        // Until there is something to compare with, and a few times more.
+        if (first || self.clock(now).is_none()) && self.all_in.is_some() {
+            self.send(link, Say::Ping { sent_ns: now });
+        }
+    }
+
+    /// By how much our clock is ahead of the root's.
+    fn clock(&self, now: u64) -> Option<ClockOffset> {
+        match (&self.up, &self.root) {
+            (None, Some(_)) => Some(ClockOffset::default()),
+            (Some(up), _) => up.pulse.ahead_of(up.clock?, now),
+            (None, None) => None,
+        }
+    }
+
+    /// Asks whoever has said nothing for too long whether it is there; a busy machine is no dead one.
+    fn look_for_silence(&mut self, now: u64) {
+        let silence = self.limits.silence_ns;
+        let mut silent: Vec<(LinkId, Entry)> = vec![];
+        if let Some(up) =
+            self.up.as_mut().filter(|up| !up.given_up && !up.checking && now > up.heard_ns + silence)
+        {
+            up.checking = true;
+            silent.push((up.link, up.entry.clone()));
+        }
+        for (link, down) in &mut self.down {
+            if !down.given_up && !down.bye && !down.checking && now > down.heard_ns + silence {
+                down.checking = true;
+                silent.push((*link, down.entry.clone()));
+            }
+        }
+        silent.into_iter().for_each(|(link, entry)| self.check(now, link, &entry));
+    }
+
+    /// What came of that.
+    fn checked(&mut self, now: u64, link: LinkId, reach: Reach) {
+        let (heard, checks, checking, given_up, entry) = match self.up.as_mut().filter(|up| up.link == link) {
+            Some(up) => {
+                (&mut up.heard_ns, &mut up.checks, &mut up.checking, &mut up.given_up, up.entry.clone())
+            }
+            None => {
+                let Some(down) = self.down.get_mut(&link) else { return };
+                let entry = down.entry.clone();
+                (&mut down.heard_ns, &mut down.checks, &mut down.checking, &mut down.given_up, entry)
+            }
+        };
+        *checking = false;
+        let silent_ns = now.saturating_sub(*heard);
+        // It may have spoken meanwhile.
+        if silent_ns <= self.limits.silence_ns {
+            return;
+        }
+        *checks += 1;
+        if reach == Reach::Answers && *checks <= MAX_CHECKS {
+            *heard = now;
+            return;
+        }
+        *given_up = true;
+        let above = self.up.as_ref().is_some_and(|up| up.link == link);
+        if above {
+            self.lose_the_root();
+        }
+        let why = format!("it does not answer, and was not heard for {} ms", silent_ns / MS);
+        self.tell(Heard::Suspect(entry.rank, why));
+        self.report(now, Some(entry), Notice::Silent { silent_ms: silent_ns / MS });
+    }
+
+    /// If we were away for longer than anybody may be, whatever comes to light now is our own doing.
+    fn own_absence(&self, now: u64) -> Option<Abort> {
+        let away = self.absence.recent_ns(now).filter(|away| *away >= self.limits.silence_ns)?;
+        let (away_s, allowed_s) = (away as f64 / 1e9, self.limits.silence_ns as f64 / 1e9);
+        let text = format!("was stopped for {away_s:.1} s, longer than the {allowed_s:.1} s allowed");
+        Some(Abort::new(self.me.rank, self.me.host.clone(), text))
+    }
+
+    fn report(&mut self, now: u64, about: Option<Entry>, what: Notice) {
+        let by = self.me.clone();
+        self.consider(now, Report { by, about, what });
+    }
+}
