@@ -13,9 +13,10 @@ const SHORTEST_PROBE_NS: u64 = 500 * MS;
 const LONGEST_PROBE_NS: u64 = 1_000 * MS;
 /// What others look for takes a little longer.
 const SEEN_NS: u64 = 100 * MS;
-/// To ask the root for addresses; it may be busy with everybody else.
+/// To ask the root for addresses; it may be busy with everybody else, and is asked again while it is heard.
 const WHERE_NS: u64 = 2_000 * MS;
-const WHERE_TRIES: u32 = 5;
+const LONGEST_WHERE_NS: u64 = 10_000 * MS;
+const WHERE_TRIES: u32 = 20;
 
 /// A question of ours.
 #[derive(Debug)]
@@ -67,7 +68,10 @@ impl Node {
     }
 
     pub(super) fn ask(&mut self, now: u64, entry: &Entry, why: Why) {
-        let patience = if matches!(why, Why::Where { .. }) { WHERE_NS } else { self.probe_ns() };
+        let patience = match why {
+            Why::Where { .. } => self.limits.silence_ns.clamp(WHERE_NS, LONGEST_WHERE_NS),
+            _ => self.probe_ns(),
+        };
         let by_ns = now + patience;
         let link = self.dial(entry, Role::Ask, by_ns);
         let asking = Asking { rank: entry.rank, by_ns, connected: false, answered: false, why };

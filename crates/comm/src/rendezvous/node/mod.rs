@@ -4,9 +4,9 @@
 //! ```text
 //!                 r0                 the root: where all of them come first
 //!          ┌──────┼──────┐
-//!         r1      r2     r3          at most 16 right under it: its deputies
+//!         r1      r2     r3          at most 12 right under it: its deputies
 //!       ┌──┼──┐   ...
-//!      r4  r5 r6                     and under each of them at most 16
+//!      r4  r5 r6                     and under each of them at most 12
 //! ```
 //!
 //! Words go up and down this tree; whoever loses its parent turns to the root, or the first deputy that is left.
@@ -30,7 +30,7 @@ use rounds::Barrier;
 use trouble::Trouble;
 
 /// Ranks right under another.
-pub const FAN_OUT: usize = 16;
+pub const FAN_OUT: usize = 12;
 const MS: u64 = 1_000_000;
 /// While something is wrong, deadlines are looked at this often.
 const LOOK_NS: u64 = 20 * MS;

@@ -249,7 +249,9 @@ impl Node {
         }
         self.judge(now);
         let waits = self.trouble.lead.is_none() && self.verdict.is_none();
-        if waits && self.trouble.since_ns.is_some_and(|since| now >= since + VERDICT_NS) {
+        // As long as the root is heard, it will say.
+        let limit_ns = if self.hears_root(now) { 4 * VERDICT_NS } else { VERDICT_NS };
+        if waits && self.trouble.since_ns.is_some_and(|since| now >= since + limit_ns) {
             self.judge_alone(now);
         }
     }

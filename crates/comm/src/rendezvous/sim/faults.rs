@@ -132,7 +132,7 @@ fn wrong(case: &Case, sim: &Sim) -> Vec<String> {
 #[expect(clippy::disallowed_methods, reason = "how often to test is no part of a plan")]
 #[test]
 fn everybody_names_the_right_one() {
-    let seeds: u64 = std::env::var("CROSSMESH_SWEEP").map_or(300, |n| n.parse::<u64>().unwrap() * 20);
+    let seeds: u64 = std::env::var("CROSSMESH_SWEEP").map_or(150, |n| n.parse::<u64>().unwrap() * 20);
     let mut failed = 0;
     for seed in 0..seeds {
         let case = Case::of(seed);
