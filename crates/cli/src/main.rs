@@ -78,6 +78,8 @@ enum Command {
 
 fn main() -> ExitCode {
     crossmesh_comm::launch::survive_file_limits();
+    // From now on we know whether we were stopped.
+    let _ = crossmesh_comm::launch::continued_ns();
     let cli = Cli::parse();
     if !matches!(cli.command, Command::Launch(_)) {
         // Programs of others that we start keep the limits that their user gave them.

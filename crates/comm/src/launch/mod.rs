@@ -32,7 +32,7 @@ mod signals;
 
 pub use output::{Line, OnLine, Source};
 pub use remote::remote_command;
-pub use signals::{Signals, survive_file_limits};
+pub use signals::{Signals, continued_ns, survive_file_limits};
 
 /// How often the launcher looks after its processes.
 const LOOK: Duration = Duration::from_millis(5);

@@ -154,12 +154,24 @@ impl Evidence {
         }
     }
 
-    /// The verdict. None where nothing went wrong.
-    pub fn judge(&self) -> Option<Abort> {
+    /// The verdict, given whether everybody was looked for. None where nothing went wrong.
+    pub fn judge(&self, looked: bool) -> Option<Abort> {
         self.judge_dead()
             .or_else(|| self.judge_unreached())
             .or_else(|| self.judge_ways())
+            .or_else(|| if looked { None } else { self.judge_unsure() })
             .or_else(|| self.judge_chain())
+    }
+
+    /// Somebody says that it waits for another in vain, and there was no time to find out whether it reaches that one.
+    fn judge_unsure(&self) -> Option<Abort> {
+        let end = self.end_of_chain()?;
+        let waits = |rank: &&Rank| {
+            let fault = &self.faults[*rank];
+            fault.blames == Some(end) && !fault.hearsay && !self.reach.contains_key(&(**rank, end))
+        };
+        let &by = self.order.iter().filter(|rank| **rank != end && **rank != self.me).find(waits)?;
+        Some(self.either(by, end, format!("there was no time to find out more; {}", self.faults[&by].text)))
     }
 
     fn abort(&self, rank: Rank, text: String) -> Abort {
@@ -336,7 +348,7 @@ mod tests {
     }
 
     fn verdict(evidence: &Evidence) -> Option<(u32, String)> {
-        evidence.judge().map(|abort| (abort.culprit.0, abort.text))
+        evidence.judge(true).map(|abort| (abort.culprit.0, abort.text))
     }
 
     fn culprit(lost: &[u32], silent: &[u32], faults: &[(u32, Option<u32>)]) -> Option<u32> {
@@ -404,7 +416,7 @@ mod tests {
         let mut two = evidence(&[], &[2, 3], &[(0, Some(2))]);
         two.hosts.retain(|rank, _| rank.0 < 4);
         two.reach.retain(|(_, to), _| to.0 < 4);
-        let text = two.judge().unwrap().to_string();
+        let text = two.judge(true).unwrap().to_string();
         assert!(text.starts_with("cannot tell between r0 on h0 and r2 on h1: neither reaches"), "{text}");
     }
 
@@ -414,8 +426,16 @@ mod tests {
         let mut cut = evidence(&[], &[], &[(2, Some(4)), (3, Some(2))]);
         cut.reach.insert((Rank(2), Rank(4)), Reach::Unreachable);
         cut.reach.insert((Rank(6), Rank(4)), Reach::Answers);
-        let text = cut.judge().unwrap().to_string();
+        let text = cut.judge(true).unwrap().to_string();
         assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: they do not reach"), "{text}");
+    }
+
+    #[test]
+    fn without_a_look_nobody_is_named_who_may_be_innocent() {
+        let unsure = evidence(&[], &[], &[(4, Some(2))]);
+        let text = unsure.judge(false).unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: there was no time"), "{text}");
+        assert_eq!(unsure.judge(true).unwrap().culprit, Rank(2));
     }
 
     #[test]

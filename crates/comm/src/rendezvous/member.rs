@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
@@ -16,12 +17,15 @@ use super::{Abort, Entry, Fault, Log, OnNews, Patience, RendezvousError};
 use crate::auth::{AuthError, Claim, Dialing, Role, Secret};
 use crate::clock::{Clock, ClockOffset, Monotonic};
 use crate::deadline::{Deadline, Socket, StreamError, read_some_by, write_all_by};
+use crate::launch::continued_ns;
 
 /// The root may open a moment after we knock.
 const RETRY: Duration = Duration::from_millis(20);
 /// A try at the root's door, and a step of waiting for its answer.
 const KNOCK: Duration = Duration::from_secs(2);
 const STEP: Duration = Duration::from_millis(100);
+/// A handshake gets at least this long.
+const SHORTEST_PROOF: Duration = Duration::from_millis(300);
 /// Where the root was there and its host now says that nobody is, this often in a row, it is gone.
 const GONE_TRIES: u32 = 10;
 /// A verdict comes within this time; see `node::trouble`.
@@ -398,13 +402,22 @@ fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry), Rendezvo
     let claim = Claim { role: Role::Rendezvous, from: ticket.rank, to: root };
     let deadline = ticket.patience.arrive;
     let mut tries = Attempts { cause: "no time was left".into(), ..Attempts::default() };
+    let (begun_ns, continued_ns) = (Monotonic.now_ns(), continued_ns());
+    if deadline.passed() {
+        // We have not even begun.
+        tries.away = deadline.elapsed();
+    }
     while let Some(left) = deadline.left() {
         match tries.watched(KNOCK, || try_knock(ticket.master, deadline, left.min(KNOCK))) {
+            // What takes no time proves nothing by taking longer.
+            Err(error) if left < SHORTEST_PROOF => tries.cause = error.to_string(),
             Err(error) => tries.failed(&error),
             Ok(stream) => {
                 (tries.dark, tries.was_there, tries.refused) = (false, true, 0);
                 let tcp = stream.peer_addr()?;
-                match prove(&stream, ticket.secret, claim, deadline, &mut tries) {
+                // One that says nothing is left in time to see whether it can still be reached.
+                let patience = deadline.or_after((left / 2).max(SHORTEST_PROOF));
+                match prove(&stream, ticket.secret, claim, patience, &mut tries) {
                     Ok(()) => return Ok((stream, root_entry(root, ticket, tcp))),
                     // A root that is about to open, or close, or that strangers crowd, may hang up on us.
                     Err(AuthError::Stream(StreamError::Closed)) => tries.cause = "it hung up".into(),
@@ -419,6 +432,11 @@ fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry), Rendezvo
             break;
         }
         tries.watched(RETRY, || std::thread::sleep(RETRY));
+    }
+    // A machine that stalled has stalled the others too.
+    let set_out_ns = begun_ns.saturating_sub(deadline.elapsed().as_nanos() as u64);
+    if continued_ns.load(Ordering::SeqCst) < set_out_ns {
+        tries.away = Duration::ZERO;
     }
     Err(RendezvousError::Aborted(tries.verdict(ticket, root, &addr)))
 }
@@ -478,6 +496,7 @@ impl Attempts {
         let refused = error.kind() == std::io::ErrorKind::ConnectionRefused;
         self.refused = if refused { self.refused + 1 } else { 0 };
         self.dark = !refused;
+        self.mute &= refused;
         self.cause = error.to_string();
     }
 

@@ -109,8 +109,14 @@ impl Absence {
         Some(away)
     }
 
-    /// How long we were away of late.
-    pub fn recent_ns(&self, now_ns: u64) -> Option<u64> {
+    /// How long we were stopped of late, given when we were last continued. Else the machine may have stalled, and with it
+    /// everybody there.
+    pub fn stopped_ns(&self, now_ns: u64, continued_ns: u64) -> Option<u64> {
+        let (away, until) = self.last?;
+        self.recent_ns(now_ns).filter(|_| continued_ns >= until.saturating_sub(away))
+    }
+
+    fn recent_ns(&self, now_ns: u64) -> Option<u64> {
         let (away, until) = self.last?;
         (now_ns.saturating_sub(until) < AWAY_COUNTS_NS).then_some(away)
     }
@@ -177,7 +183,8 @@ mod tests {
         assert_eq!(absence.look(400 * MS, 3_400 * MS), Some(3_000 * MS));
         assert_eq!(absence.look(3_400 * MS, 4_000 * MS), Some(600 * MS));
         assert_eq!(absence.look(9_000 * MS, 4_000 * MS), None, "woken early");
-        assert_eq!(absence.recent_ns(4_000 * MS), Some(3_000 * MS), "the longer one counts");
-        assert_eq!(absence.recent_ns(7_500 * MS), None);
+        assert_eq!(absence.stopped_ns(4_000 * MS, 3_390 * MS), Some(3_000 * MS), "the longer one counts");
+        assert_eq!(absence.stopped_ns(4_000 * MS, 0), None, "the machine stalled");
+        assert_eq!(absence.stopped_ns(7_500 * MS, 3_390 * MS), None, "long ago");
     }
 }

@@ -124,6 +124,7 @@ struct Reactor {
 /// Starts the loop in a thread of its own.
 pub fn start(mut setup: Setup) -> io::Result<(Post, JoinHandle<()>)> {
     crate::launch::raise_descriptor_limit();
+    setup.node.watch_stops(crate::launch::continued_ns());
     let poller = epoll::create(epoll::CreateFlags::CLOEXEC)?;
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
     let (sender, commands) = std::sync::mpsc::channel();
@@ -165,6 +166,8 @@ impl Reactor {
         self.act(Monotonic.now_ns());
         loop {
             let now = Monotonic.now_ns();
+            // We may have been stopped anywhere.
+            self.setup.node.look(now);
             let wake_ns = self.setup.node.tick(now);
             self.act(now);
             if self.is_done(now) {

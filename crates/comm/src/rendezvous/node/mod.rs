@@ -17,6 +17,8 @@ mod rounds;
 mod trouble;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossmesh_core::id::Rank;
 
@@ -147,6 +149,8 @@ pub struct Node {
     /// Somebody under us is gone without a word: no barrier opens any more.
     broken: bool,
     absence: Absence,
+    /// When the process was last continued.
+    continued_ns: Arc<AtomicU64>,
     next_link: LinkId,
     next_ping_ns: u64,
     wake_ns: u64,
@@ -224,11 +228,17 @@ impl Node {
             left: false,
             broken: false,
             absence: Absence::new(),
+            continued_ns: Arc::default(),
             next_link: 1,
             next_ping_ns: now_ns,
             wake_ns: now_ns,
             out: vec![],
         }
+    }
+
+    /// Says where it stands when this process was last continued.
+    pub fn watch_stops(&mut self, continued_ns: Arc<AtomicU64>) {
+        self.continued_ns = continued_ns;
     }
 
     /// What is to be done since the last call.
@@ -251,6 +261,7 @@ impl Node {
     /// To be called whenever the thread wakes, before anything is taken in.
     pub fn look(&mut self, now: u64) {
         let Some(away) = self.absence.look(self.wake_ns, now) else { return };
+        self.wake_ns = now;
         // Time that passed without us is nobody's silence.
         let shift = |heard: &mut u64| *heard = (*heard + away).min(now);
         self.up.iter_mut().for_each(|up| shift(&mut up.heard_ns));
@@ -521,7 +532,10 @@ impl Node {
 
     /// If we were away for longer than anybody may be, whatever comes to light now is our own doing.
     fn own_absence(&self, now: u64) -> Option<Abort> {
-        let away = self.absence.recent_ns(now).filter(|away| *away >= self.limits.silence_ns)?;
+        // The others ask once more before they give somebody up.
+        let too_long = self.limits.silence_ns + self.probe_ns();
+        let continued = self.continued_ns.load(Ordering::SeqCst);
+        let away = self.absence.stopped_ns(now, continued).filter(|away| *away >= too_long)?;
         let (away_s, allowed_s) = (away as f64 / 1e9, self.limits.silence_ns as f64 / 1e9);
         let text = format!("was stopped for {away_s:.1} s, longer than the {allowed_s:.1} s allowed");
         Some(Abort::new(self.me.rank, self.me.host.clone(), text))

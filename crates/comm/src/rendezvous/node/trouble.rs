@@ -20,7 +20,7 @@ use crate::rendezvous::message::{Notice, Reach, Report, Say};
 use crate::rendezvous::{Abort, Entry, Fault};
 
 /// An inquiry takes no longer than its questions, and this.
-const INQUIRY_NS: u64 = 500 * MS;
+const INQUIRY_NS: u64 = 700 * MS;
 /// Without a verdict for so long, we say what we saw.
 const VERDICT_NS: u64 = 2_500 * MS;
 /// How many are looked for, and asked to look.
@@ -271,7 +271,7 @@ impl Node {
         if !(over || settled || all && looked) {
             return;
         }
-        if let Some(abort) = lead.evidence.judge() {
+        if let Some(abort) = lead.evidence.judge(looked) {
             self.conclude(now, abort, None);
         }
     }

@@ -14,6 +14,8 @@ mod scale;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossmesh_core::id::Rank;
 
@@ -78,8 +80,9 @@ struct Process {
     /// What came while it was stopped.
     missed: Vec<Happens>,
     ticks: u64,
-    /// When it first knocked.
+    /// When it first knocked, and was last continued.
     begun_ns: Option<u64>,
+    continued_ns: Arc<AtomicU64>,
     /// Whom its engine waits for, and since when each of them is not heard.
     peers: Vec<usize>,
     unheard: BTreeMap<usize, u64>,
@@ -115,6 +118,7 @@ impl Sim {
             missed: vec![],
             ticks: 0,
             begun_ns: None,
+            continued_ns: Arc::default(),
             peers: vec![],
             unheard: BTreeMap::new(),
             failed: false,
@@ -214,7 +218,9 @@ impl Sim {
         let (me, root, limits) = (self.entry(i), self.entry(0), self.limits());
         if i == 0 {
             let roster = (0..self.processes.len()).map(|r| Rank(r as u32)).collect();
-            self.processes[0].node = Some(Node::root(me, roster, limits, self.now));
+            let mut node = Node::root(me, roster, limits, self.now);
+            node.watch_stops(self.processes[0].continued_ns.clone());
+            self.processes[0].node = Some(node);
             return self.feed(0, None);
         }
         let open = self.processes[0].node.is_some() && self.processes[0].state == State::Up;
@@ -224,7 +230,9 @@ impl Sim {
         let theirs = self.link_in(0, i, 0);
         let claim = Claim { role: Role::Rendezvous, from: me.rank, to: Rank(0) };
         self.feed(0, Some(Input::Linked(theirs, claim)));
-        self.processes[i].node = Some(Node::member(me, root, 0, limits, self.now));
+        let mut node = Node::member(me, root, 0, limits, self.now);
+        node.watch_stops(self.processes[i].continued_ns.clone());
+        self.processes[i].node = Some(node);
         self.feed(i, None);
     }
 
@@ -375,6 +383,7 @@ impl Sim {
             }
             SimFault::Continue(i) if self.processes[i].state == State::Stopped => {
                 self.processes[i].state = State::Up;
+                self.processes[i].continued_ns.store(self.now, Ordering::SeqCst);
                 let missed = std::mem::take(&mut self.processes[i].missed);
                 missed.into_iter().for_each(|what| self.at(self.now, what));
             }
