@@ -2,8 +2,10 @@
 //! for by several others. In this order:
 //!
 //! ```text
+//! a connection carried what no rank says                 who said it
 //! a connection that ended without a word, or a host
 //! that says nobody is there                              that rank died
+//! r1 and r2 both say that of each other                  the connection: no telling which end
 //! nobody of several other hosts can be reached           our own host was cut off
 //! nobody reaches r4                                      r4: stopped, or its host cut off
 //! r1 does not reach r2, others reach both                the way between them: no telling which end
@@ -95,6 +97,10 @@ pub struct Evidence {
     pub me: Rank,
     /// Ranks whose connection ended without a word: how, and which was the first.
     pub lost: BTreeMap<Rank, (String, usize)>,
+    /// Who says so of whom.
+    pub lost_by: BTreeSet<(Rank, Rank)>,
+    /// Who said what no rank says.
+    pub nonsense: BTreeMap<Rank, String>,
     /// Ranks that were reported to say nothing, and by whom.
     pub silent: BTreeMap<Rank, String>,
     pub faults: BTreeMap<Rank, Fault>,
@@ -112,8 +118,9 @@ pub struct Evidence {
 
 impl Evidence {
     pub fn new(me: Rank) -> Self {
-        let (lost, silent, faults, order, reporters, hosts, looked_for, reach) = Default::default();
-        Self { me, lost, silent, faults, order, reporters, hosts, looked_for, reach }
+        let (lost, lost_by, nonsense, silent, faults, order) = Default::default();
+        let (reporters, hosts, looked_for, reach) = Default::default();
+        Self { me, lost, lost_by, nonsense, silent, faults, order, reporters, hosts, looked_for, reach }
     }
 
     pub fn add_fault(&mut self, rank: Rank, fault: Fault) {
@@ -125,22 +132,28 @@ impl Evidence {
         }
     }
 
-    pub fn add_lost(&mut self, rank: Rank, how: String) {
+    pub fn add_lost(&mut self, by: Rank, rank: Rank, how: String) {
         let number = self.lost.len();
         if !self.faults.contains_key(&rank) {
             self.lost.entry(rank).or_insert((how, number));
+            self.lost_by.insert((by, rank));
         }
+    }
+
+    pub fn add_nonsense(&mut self, rank: Rank, how: String) {
+        self.nonsense.entry(rank).or_insert(how);
     }
 
     /// Everybody who may be at fault, as far as anybody says.
     pub fn suspects(&self) -> BTreeSet<Rank> {
         let blamed = self.faults.values().filter_map(|fault| fault.blames);
-        blamed.chain(self.silent.keys().copied()).chain(self.lost.keys().copied()).collect()
+        let seen = self.silent.keys().chain(self.lost.keys()).chain(self.nonsense.keys());
+        blamed.chain(seen.copied()).collect()
     }
 
     /// A death that somebody saw is a death, whatever a look around would show.
     pub fn is_clear_without_a_look(&self) -> bool {
-        !self.lost.is_empty()
+        !self.lost.is_empty() || !self.nonsense.is_empty()
     }
 
     /// How long after the first sign it is clear who is at fault, given whether everybody was looked for.
@@ -156,7 +169,9 @@ impl Evidence {
 
     /// The verdict, given whether everybody was looked for. None where nothing went wrong.
     pub fn judge(&self, looked: bool) -> Option<Abort> {
-        self.judge_dead()
+        self.judge_nonsense()
+            .or_else(|| self.judge_dead())
+            .or_else(|| self.judge_broken())
             .or_else(|| self.judge_unreached())
             .or_else(|| self.judge_ways())
             .or_else(|| if looked { None } else { self.judge_unsure() })
@@ -194,8 +209,30 @@ impl Evidence {
         self.lost.keys().copied().chain(refused).collect()
     }
 
+    /// What somebody said in a connection of the tree; whoever heard it has hung up, which the other may well report.
+    fn judge_nonsense(&self) -> Option<Abort> {
+        let (rank, how) = self.nonsense.first_key_value()?;
+        let seen = self.witness(*rank).unwrap_or_else(|| "nothing was outstanding with it".into());
+        Some(self.abort(*rank, format!("{how}; {seen}")))
+    }
+
+    /// Pairs that lost each other: who says so is not dead.
+    fn broken(&self) -> impl Iterator<Item = (Rank, Rank)> {
+        let both = |(a, b): &&(Rank, Rank)| a < b && self.lost_by.contains(&(*b, *a));
+        let lost = |(a, b): &&(Rank, Rank)| self.lost.contains_key(a) && self.lost.contains_key(b);
+        self.lost_by.iter().filter(both).filter(lost).copied()
+    }
+
+    fn judge_broken(&self) -> Option<Abort> {
+        let (a, b) = self.broken().next()?;
+        let seen = self.witness(b).or_else(|| self.witness(a));
+        let seen = seen.unwrap_or_else(|| "nothing was outstanding with them".into());
+        Some(self.either(a, b, format!("their connection ended, though both are there; {seen}")))
+    }
+
     fn judge_dead(&self) -> Option<Abort> {
-        let dead = self.dead();
+        let broken: BTreeSet<Rank> = self.broken().flat_map(|(a, b)| [a, b]).collect();
+        let dead: BTreeSet<Rank> = self.dead().difference(&broken).copied().collect();
         let seen = dead.iter().copied().find(|rank| self.witness(*rank).is_some());
         let first = || dead.iter().copied().min_by_key(|r| self.lost.get(r).map_or(usize::MAX, |(_, n)| *n));
         let rank = seen.or_else(first)?;
@@ -336,6 +373,8 @@ mod tests {
         };
         Evidence {
             me: Rank(0),
+            lost_by: lost.iter().map(|r| (Rank(0), Rank(*r))).collect(),
+            nonsense: BTreeMap::new(),
             lost: lost.iter().map(|r| (Rank(*r), (DIED.to_string(), 0))).collect(),
             silent: silent.iter().map(|r| (Rank(*r), "r0 heard nothing".into())).collect(),
             faults: faults.iter().map(|(r, blames)| (Rank(*r), fault(*blames))).collect(),
@@ -374,6 +413,27 @@ mod tests {
         assert_eq!(text, "is gone; nothing was outstanding with it");
         // Of two, the one that others saw die: the other may have followed it.
         assert_eq!(culprit(&[1, 4], &[], &[(2, Some(4))]), Some(4));
+    }
+
+    #[test]
+    fn a_connection_that_both_ends_lost_accuses_neither() {
+        let mut broken = evidence(&[], &[], &[]);
+        broken.add_lost(Rank(4), Rank(2), DIED.into());
+        assert_eq!(verdict(&broken).unwrap().0, 2);
+        broken.add_lost(Rank(2), Rank(4), DIED.into());
+        let text = broken.judge(true).unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: their connection"), "{text}");
+        // Somebody else is really gone; or one of them knows that it was its own end; or said nonsense.
+        let mut dead = broken.clone();
+        dead.add_lost(Rank(0), Rank(7), DIED.into());
+        assert_eq!(verdict(&dead).unwrap().0, 7);
+        let mut owns_up = evidence(&[], &[], &[]);
+        owns_up.add_lost(Rank(2), Rank(4), DIED.into());
+        owns_up.add_fault(Rank(4), Fault { blames: None, hearsay: false, text: "closed here".into() });
+        owns_up.add_lost(Rank(3), Rank(4), DIED.into());
+        assert_eq!(verdict(&owns_up), Some((4, "failed: closed here".into())));
+        broken.add_nonsense(Rank(4), "babbles".into());
+        assert_eq!(verdict(&broken), Some((4, "babbles; nothing was outstanding with it".into())));
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! What ranks say to each other beside tensors: a length, then JSON of at most that many bytes.
+//! What ranks say to each other beside tensors: a length, the same with all bits flipped, then JSON of that many bytes. So
+//! bytes that are no message are noticed at once, and do not pass for the length of one that never comes.
 //!
 //! ```text
 //! joining    rank ── report ──▶ root ── welcome ──▶ rank ── settled ──▶ root
@@ -16,6 +17,7 @@ use crate::clock::ClockOffset;
 
 /// The words of thousands of ranks fit; a stranger's idea of a length does not.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
+const HEADER_BYTES: usize = 8;
 
 /// A message.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -94,6 +96,8 @@ pub enum Say {
     /// Where can these be reached?
     Where(Vec<Rank>),
     Entries(Vec<Entry>),
+    /// Your side of this connection has ended without a word. Who reads this is still there, and did not mean to.
+    HungUp,
     /// The job is over, and why.
     Abort(Abort),
 }
@@ -114,8 +118,10 @@ pub enum Notice {
     Fault(Fault),
     /// The connection to the other ended without a word.
     Lost(String),
-    /// The other says nothing.
-    Silent { silent_ms: u64 },
+    /// The other said what nobody says.
+    Nonsense(String),
+    /// The other says nothing, and what came of an attempt to reach it otherwise.
+    Silent { silent_ms: u64, reach: Reach },
 }
 
 /// What came of an attempt to reach somebody.
@@ -134,23 +140,29 @@ pub enum Reach {
 impl Say {
     /// As it travels.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![0; 4];
+        let mut bytes = vec![0; HEADER_BYTES];
         serde_json::to_writer(&mut bytes, self).expect("messages are numbers and text");
-        let len = u32::try_from(bytes.len() - 4).expect("messages are far below 4 GiB");
+        let len = u32::try_from(bytes.len() - HEADER_BYTES).expect("messages are far below 4 GiB");
         bytes[..4].copy_from_slice(&len.to_le_bytes());
+        bytes[4..HEADER_BYTES].copy_from_slice(&(!len).to_le_bytes());
         bytes
     }
 
     /// The first message of `bytes`, and how many of them it takes; none if it is not all there.
     pub fn parse(bytes: &[u8]) -> Result<Option<(Self, usize)>, String> {
-        let Some((len, rest)) = bytes.split_first_chunk::<4>() else { return Ok(None) };
-        let len = u32::from_le_bytes(*len) as usize;
+        let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else { return Ok(None) };
+        let header = u64::from_le_bytes(*header);
+        let (len, flipped) = (header as u32, (header >> 32) as u32);
+        if flipped != !len {
+            return Err(format!("no message begins with {:02x?}", header.to_le_bytes()));
+        }
+        let len = len as usize;
         if len > MAX_MESSAGE_BYTES {
             return Err(format!("a message of {len} B is longer than the {MAX_MESSAGE_BYTES} B allowed"));
         }
         let Some(body) = rest.get(..len) else { return Ok(None) };
         let say = serde_json::from_slice(body).map_err(|e| e.to_string())?;
-        Ok(Some((say, len + 4)))
+        Ok(Some((say, len + HEADER_BYTES)))
     }
 }
 
@@ -176,9 +188,12 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused() {
-        let long = Say::parse(&[0xff; 8]).unwrap_err();
+        let long = Say::parse(&[0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0]).unwrap_err();
         assert!(long.starts_with("a message of 4294967295 B is longer"), "{long}");
-        assert!(Say::parse(b"\x02\0\0\0{}").is_err());
+        assert!(Say::parse(b"\x02\0\0\0\xfd\xff\xff\xff{}").is_err());
+        // A length that would be allowed, and would swallow what comes after it.
+        let spoilt = Say::parse(&[0x5a, 0x5a, 0, 0, 0x5a, 0x5a, 0, 0]).unwrap_err();
+        assert!(spoilt.starts_with("no message begins with [5a, 5a, 00"), "{spoilt}");
     }
 
     proptest! {

@@ -22,8 +22,8 @@ use crossmesh_core::id::Rank;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
 use super::doors::{Arrivals, Doors};
-use super::message::Reach;
-use super::node::{Action, Command, Heard, Input, LinkId, Node};
+use super::message::{Reach, Say};
+use super::node::{Action, Command, Ended, Heard, Input, LinkId, Node};
 use super::wire::{Turn, Wire};
 use super::{Abort, Entry, Log, News, OnNews};
 use crate::auth::{AuthError, Claim, Refusal, Role, Secret};
@@ -302,24 +302,34 @@ impl Reactor {
             Turn::Said(said) => self.said(now, link, said),
             Turn::Closed(said) => {
                 self.said(now, link, said);
-                self.closed(now, link, None);
+                self.hang_up(link);
+                self.closed(now, link, Ended::Gone);
             }
-            Turn::Nonsense(text) => self.closed(now, link, Some(text)),
+            Turn::Nonsense(text) => self.closed(now, link, Ended::Nonsense(text)),
             Turn::Proven(claim) => self.proven(now, link, claim),
             Turn::Refused(error) => self.refused(now, link, &error),
             Turn::Failed(reach) => self.failed(now, link, reach),
         }
     }
 
-    fn said(&mut self, now: u64, link: LinkId, said: Vec<super::message::Say>) {
+    fn said(&mut self, now: u64, link: LinkId, said: Vec<Say>) {
         for say in said {
             self.setup.node.take(now, Input::Said(link, say));
         }
     }
 
-    fn closed(&mut self, now: u64, link: LinkId, nonsense: Option<String>) {
+    /// Should the other side still be there, it has to know that it was its end.
+    fn hang_up(&mut self, link: LinkId) {
+        if let Some(wire) = self.wires.get_mut(&link) {
+            wire.send(&Say::HungUp);
+            // Most often nobody is there to read it.
+            wire.flush();
+        }
+    }
+
+    fn closed(&mut self, now: u64, link: LinkId, how: Ended) {
         if self.remove(link).is_some() {
-            self.setup.node.take(now, Input::Closed(link, nonsense));
+            self.setup.node.take(now, Input::Closed(link, how));
         }
     }
 
@@ -329,9 +339,10 @@ impl Reactor {
         match (wire.is_open(), wire.dialed.is_some()) {
             // What it said before is still to be read.
             (true, _) => {
+                let how = if wire.is_closed_here() { Ended::Here } else { Ended::Gone };
                 let turn = self.wires.get_mut(&link).map(Wire::last_words);
                 turn.into_iter().for_each(|turn| self.took(now, link, turn));
-                self.closed(now, link, None);
+                self.closed(now, link, how);
             }
             (false, true) => self.failed(now, link, Reach::Mute),
             (false, false) => self.refused(now, link, &StreamError::Closed.into()),

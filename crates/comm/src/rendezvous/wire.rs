@@ -7,6 +7,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
 
 use crossmesh_core::id::Rank;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, ioctl_fionbio};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, ipproto, socket_with, sockopt};
 
@@ -97,6 +98,14 @@ impl Wire {
 
     pub fn peer_name(&self) -> String {
         crate::deadline::Stream::peer_name(&self.socket)
+    }
+
+    /// Of one that takes no more bytes: whether it was closed on this side. The other has its end open.
+    pub fn is_closed_here(&self) -> bool {
+        let ends = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        let mut state = [PollFd::new(&self.socket, ends)];
+        let looked = poll(&mut state, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        looked.is_ok() && !state[0].revents().intersects(ends)
     }
 
     pub fn is_open(&self) -> bool {

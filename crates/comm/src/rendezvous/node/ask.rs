@@ -253,7 +253,7 @@ impl Node {
         }
         let what = match reach {
             Reach::Refused => Notice::Lost("is gone: its host says that nobody is there".into()),
-            _ => Notice::Silent { silent_ms: WHERE_NS / MS },
+            _ => Notice::Silent { silent_ms: WHERE_NS / MS, reach },
         };
         self.report(now, Some(entry), what);
     }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crossmesh_core::id::Rank;
 
-use super::{Down, FAN_OUT, Heard, LinkId, MS, Node, Up};
+use super::{Down, FAN_OUT, Heard, LinkId, MS, Node, Up, Vigil};
 use crate::auth::{Refusal, Role};
 use crate::rendezvous::message::{Notice, Reach, Say};
 use crate::rendezvous::pulse::Pulse;
@@ -85,13 +85,10 @@ impl Node {
         self.up = Some(Up {
             link,
             entry,
-            heard_ns: now,
+            vigil: Vigil::new(now),
             pulse: Pulse::default(),
             clock: None,
             hears_root: true,
-            checks: 0,
-            checking: false,
-            given_up: false,
         });
         self.next_ping_ns = now + self.ping_ns();
     }
@@ -137,9 +134,8 @@ impl Node {
     }
 
     fn add_down(&mut self, now: u64, link: LinkId, entry: Entry) {
-        let (ready, waiting, bye, checks, checking, given_up) = Default::default();
-        self.down
-            .insert(link, Down { entry, heard_ns: now, ready, waiting, bye, checks, checking, given_up });
+        let (ready, waiting, bye) = Default::default();
+        self.down.insert(link, Down { entry, vigil: Vigil::new(now), ready, waiting, bye });
     }
 
     /// Somebody hangs under us from now on. Where it can be reached it says next.
@@ -172,7 +168,7 @@ impl Node {
                 let how = "is gone: its host says that nobody is there".into();
                 self.report(now, Some(parent), Notice::Lost(how));
             }
-            Err(_) => self.report(now, Some(parent), Notice::Silent { silent_ms: MOVE_NS / MS }),
+            Err(reach) => self.report(now, Some(parent), Notice::Silent { silent_ms: MOVE_NS / MS, reach }),
         }
     }
 

@@ -14,11 +14,12 @@
 mod ask;
 mod join;
 mod rounds;
+mod silence;
 mod trouble;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use crossmesh_core::id::Rank;
 
@@ -29,6 +30,7 @@ use crate::auth::{Claim, Refusal, Role};
 use crate::clock::ClockOffset;
 use join::Root;
 use rounds::Barrier;
+use silence::Vigil;
 use trouble::Trouble;
 
 /// Ranks right under another.
@@ -36,8 +38,6 @@ pub const FAN_OUT: usize = 12;
 const MS: u64 = 1_000_000;
 /// While something is wrong, deadlines are looked at this often.
 const LOOK_NS: u64 = 20 * MS;
-/// How often somebody may be silent and answer a question all the same, before it is reported.
-const MAX_CHECKS: u32 = 3;
 /// And otherwise at least this often.
 const LONGEST_SLEEP_NS: u64 = 1_000 * MS;
 
@@ -52,9 +52,20 @@ pub enum Input {
     /// How a dial of ours ended.
     Dialed(LinkId, Result<(), Reach>),
     Said(LinkId, Say),
-    /// A connection is over; with what was said on it that nobody says, if that is why.
-    Closed(LinkId, Option<String>),
+    /// A connection is over, and how it ended.
+    Closed(LinkId, Ended),
     Command(Command),
+}
+
+/// How a connection ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ended {
+    /// The other side closed it.
+    Gone,
+    /// What was said on it nobody says.
+    Nonsense(String),
+    /// It takes no more bytes of ours, though the other side has not closed it.
+    Here,
 }
 
 /// What the rank's program wants.
@@ -162,31 +173,22 @@ pub struct Node {
 struct Up {
     link: LinkId,
     entry: Entry,
-    heard_ns: u64,
+    vigil: Vigil,
     pulse: Pulse,
     /// What it knows of its own clock, and whether it hears the root.
     clock: Option<ClockOffset>,
     hears_root: bool,
-    /// How often it was silent and then answered all the same; whether it is being asked.
-    checks: u32,
-    checking: bool,
-    /// It was reported, and is no help.
-    given_up: bool,
 }
 
 /// A rank that hangs under us.
 #[derive(Debug)]
 struct Down {
     entry: Entry,
-    heard_ns: u64,
+    vigil: Vigil,
     /// The last barrier that its subtree came to, wholly and in part.
     ready: u64,
     waiting: u64,
     bye: bool,
-    checks: u32,
-    checking: bool,
-    /// It was reported.
-    given_up: bool,
 }
 
 impl Node {
@@ -263,9 +265,8 @@ impl Node {
         let Some(away) = self.absence.look(self.wake_ns, now) else { return };
         self.wake_ns = now;
         // Time that passed without us is nobody's silence.
-        let shift = |heard: &mut u64| *heard = (*heard + away).min(now);
-        self.up.iter_mut().for_each(|up| shift(&mut up.heard_ns));
-        self.down.values_mut().for_each(|down| shift(&mut down.heard_ns));
+        self.up.iter_mut().for_each(|up| up.vigil.shift(away, now));
+        self.down.values_mut().for_each(|down| down.vigil.shift(away, now));
         self.barrier.shift(away, now);
     }
 
@@ -275,7 +276,7 @@ impl Node {
             Input::Linked(link, claim) => self.on_linked(now, link, claim),
             Input::Dialed(link, result) => self.on_dialed(now, link, result),
             Input::Said(link, say) => self.on_said(now, link, say),
-            Input::Closed(link, nonsense) => self.on_closed(now, link, nonsense),
+            Input::Closed(link, how) => self.on_closed(now, link, how),
             Input::Command(command) => self.on_command(now, command),
         }
     }
@@ -291,7 +292,7 @@ impl Node {
         }
         let busy = self.trouble.is_active() || self.verdict.is_some();
         let next = if busy { now + LOOK_NS } else { now + LONGEST_SLEEP_NS };
-        let due = [Some(self.next_ping_ns), self.arrival_due(), self.barrier_due()];
+        let due = [Some(self.next_ping_ns), self.arrival_due(), self.barrier_due(), self.silence_due()];
         self.wake_ns = due.into_iter().flatten().filter(|at| *at > now).fold(next, u64::min);
         self.wake_ns
     }
@@ -329,8 +330,8 @@ impl Node {
 
     /// Whether the parent was heard a moment ago.
     fn up_is_well(&self, now: u64) -> bool {
-        let recent = |up: &Up| now.saturating_sub(up.heard_ns) <= 3 * self.ping_ns();
-        self.up.as_ref().is_some_and(|up| !up.given_up && recent(up))
+        let recent = |up: &Up| now.saturating_sub(up.vigil.heard_ns) <= 3 * self.ping_ns();
+        self.up.as_ref().is_some_and(|up| !up.vigil.given_up && recent(up))
     }
 
     /// Whether words of ours get to the root.
@@ -360,12 +361,7 @@ impl Node {
     }
 
     fn on_said(&mut self, now: u64, link: LinkId, say: Say) {
-        if let Some(up) = self.up.as_mut().filter(|up| up.link == link) {
-            (up.heard_ns, up.checks) = (now, 0);
-        }
-        if let Some(down) = self.down.get_mut(&link) {
-            (down.heard_ns, down.checks) = (now, 0);
-        }
+        self.note_heard(now, link);
         match say {
             Say::Abort(abort) => self.conclude(now, abort, Some(link)),
             Say::Report(entry) => self.on_report(now, link, entry),
@@ -378,6 +374,7 @@ impl Node {
             }
             Say::Late { .. } | Say::Tell { .. } => self.on_words(now, say),
             Say::Bye => self.on_bye(now, link),
+            Say::HungUp => self.on_closed(now, link, Ended::Here),
             Say::Ping { sent_ns } => self.on_ping(now, link, sent_ns),
             Say::Pong { .. } => self.on_pong(now, link, &say),
             Say::Trouble(report) => self.on_trouble(now, link, report),
@@ -387,15 +384,11 @@ impl Node {
         }
     }
 
-    fn on_closed(&mut self, now: u64, link: LinkId, nonsense: Option<String>) {
+    fn on_closed(&mut self, now: u64, link: LinkId, how: Ended) {
         self.asked.remove(&link);
         if self.verdict.is_some() {
             return;
         }
-        let how = match nonsense {
-            Some(nonsense) => format!("says what no rank says to the rendezvous: {nonsense}"),
-            None => "is gone: its process died or its host was cut off".into(),
-        };
         if let Some(up) = self.up.take_if(|up| up.link == link) {
             self.lose_the_root();
             return self.lose(now, up.entry, how);
@@ -416,12 +409,23 @@ impl Node {
         self.on_asking_closed(now, link);
     }
 
-    /// A connection of the tree is gone without a word.
-    fn lose(&mut self, now: u64, about: Entry, how: String) {
+    /// A connection of the tree has ended without a word: the other side's fault, or ours.
+    fn lose(&mut self, now: u64, other: Entry, how: Ended) {
         if self.left && self.root.is_none() {
             return self.check_left(now);
         }
-        self.report(now, Some(about), Notice::Lost(how));
+        let gone = "is gone: its process died or its host was cut off";
+        let babble = "says what no rank says to the rendezvous";
+        match how {
+            Ended::Gone => self.report(now, Some(other), Notice::Lost(gone.into())),
+            Ended::Nonsense(text) => {
+                self.report(now, Some(other), Notice::Nonsense(format!("{babble}: {text}")));
+            }
+            Ended::Here => {
+                let text = format!("its connection with {} was closed at its own end", other.rank);
+                self.report(now, None, Notice::Fault(Fault { blames: None, hearsay: false, text }));
+            }
+        }
     }
 
     fn on_command(&mut self, now: u64, command: Command) {
@@ -476,69 +480,6 @@ impl Node {
             (Some(up), _) => up.pulse.ahead_of(up.clock?, now),
             (None, None) => None,
         }
-    }
-
-    /// Asks whoever has said nothing for too long whether it is there; a busy machine is no dead one.
-    fn look_for_silence(&mut self, now: u64) {
-        let silence = self.limits.silence_ns;
-        let mut silent: Vec<(LinkId, Entry)> = vec![];
-        if let Some(up) =
-            self.up.as_mut().filter(|up| !up.given_up && !up.checking && now > up.heard_ns + silence)
-        {
-            up.checking = true;
-            silent.push((up.link, up.entry.clone()));
-        }
-        for (link, down) in &mut self.down {
-            if !down.given_up && !down.bye && !down.checking && now > down.heard_ns + silence {
-                down.checking = true;
-                silent.push((*link, down.entry.clone()));
-            }
-        }
-        silent.into_iter().for_each(|(link, entry)| self.check(now, link, &entry));
-    }
-
-    /// What came of that.
-    fn checked(&mut self, now: u64, link: LinkId, reach: Reach) {
-        let (heard, checks, checking, given_up, entry) = match self.up.as_mut().filter(|up| up.link == link) {
-            Some(up) => {
-                (&mut up.heard_ns, &mut up.checks, &mut up.checking, &mut up.given_up, up.entry.clone())
-            }
-            None => {
-                let Some(down) = self.down.get_mut(&link) else { return };
-                let entry = down.entry.clone();
-                (&mut down.heard_ns, &mut down.checks, &mut down.checking, &mut down.given_up, entry)
-            }
-        };
-        *checking = false;
-        let silent_ns = now.saturating_sub(*heard);
-        // It may have spoken meanwhile.
-        if silent_ns <= self.limits.silence_ns {
-            return;
-        }
-        *checks += 1;
-        if reach == Reach::Answers && *checks <= MAX_CHECKS {
-            *heard = now;
-            return;
-        }
-        *given_up = true;
-        let above = self.up.as_ref().is_some_and(|up| up.link == link);
-        if above {
-            self.lose_the_root();
-        }
-        let why = format!("it does not answer, and was not heard for {} ms", silent_ns / MS);
-        self.tell(Heard::Suspect(entry.rank, why));
-        self.report(now, Some(entry), Notice::Silent { silent_ms: silent_ns / MS });
-    }
-
-    /// If we were away for longer than anybody may be, whatever comes to light now is our own doing.
-    fn own_absence(&self, now: u64) -> Option<Abort> {
-        // The others ask once more before they give somebody up.
-        let too_long = self.limits.silence_ns + self.probe_ns();
-        let continued = self.continued_ns.load(Ordering::SeqCst);
-        let away = self.absence.stopped_ns(now, continued).filter(|away| *away >= too_long)?;
-        let (away_s, allowed_s) = (away as f64 / 1e9, self.limits.silence_ns as f64 / 1e9);
-        let text = format!("was stopped for {away_s:.1} s, longer than the {allowed_s:.1} s allowed");
-        Some(Abort::new(self.me.rank, self.me.host.clone(), text))
     }
 
     fn report(&mut self, now: u64, about: Option<Entry>, what: Notice) {

@@ -208,10 +208,17 @@ impl Node {
         lead.evidence.reporters.insert(report.by.rank);
         match (report.what, report.about) {
             (Notice::Fault(fault), _) => lead.evidence.add_fault(report.by.rank, fault),
-            (Notice::Lost(how), Some(about)) => lead.evidence.add_lost(about.rank, how),
-            (Notice::Silent { silent_ms }, Some(about)) => {
-                let seen = format!("{} heard nothing of it for {silent_ms} ms", report.by.rank);
-                lead.evidence.silent.entry(about.rank).or_insert(seen);
+            (Notice::Lost(how), Some(about)) => lead.evidence.add_lost(report.by.rank, about.rank, how),
+            (Notice::Nonsense(how), Some(about)) => lead.evidence.add_nonsense(about.rank, how),
+            (Notice::Silent { silent_ms, reach }, Some(about)) => {
+                let (by, to) = (report.by.rank, about.rank);
+                let seen = format!("{by} heard nothing of it for {silent_ms} ms");
+                lead.evidence.silent.entry(to).or_insert(seen);
+                lead.evidence.reach.entry((by, to)).or_insert(reach);
+                if by == self.me.rank {
+                    // There is no need to ask it again.
+                    lead.looked.insert(to);
+                }
             }
             (_, None) => {}
         }
@@ -282,8 +289,8 @@ impl Node {
         let Some(report) = report.or(self.trouble.pending.first()) else { return };
         let text = match &report.what {
             Notice::Fault(fault) => fault.text.clone(),
-            Notice::Lost(how) => format!("the connection is gone ({how})"),
-            Notice::Silent { silent_ms } => format!("nothing was heard for {silent_ms} ms"),
+            Notice::Lost(how) | Notice::Nonsense(how) => format!("the connection is gone ({how})"),
+            Notice::Silent { silent_ms, .. } => format!("nothing was heard for {silent_ms} ms"),
         };
         let me = (self.me.rank, self.me.host.clone());
         let abort = match report.about.as_ref().filter(|about| about.rank != self.me.rank) {

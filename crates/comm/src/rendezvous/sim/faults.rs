@@ -80,7 +80,7 @@ impl Case {
                 culprit == Rank(i as u32)
             }
             SimFault::Kill(i) | SimFault::Stop(i) => (culprit, or) == (Rank(i as u32), None),
-            SimFault::Continue(_) => unreachable!("it is no fault"),
+            SimFault::Break(..) | SimFault::Continue(_) => unreachable!("a test of its own"),
             SimFault::Isolate(host) => match or {
                 // Where nobody can tell, both ends are named.
                 Some(or) => {
@@ -154,4 +154,64 @@ fn everybody_names_the_right_one() {
     }
     println!("{failed} of {seeds} wrong");
     assert_eq!(failed, 0);
+}
+
+/// A rank whose connections break one way or another. It is well, and so is everybody else: either nothing comes of it, or
+/// all end soon and name the right one. Whether the job ended, and what was wrong with that.
+fn breaks(seed: u64) -> (bool, Option<String>) {
+    let mut dice = Dice(seed.wrapping_mul(0x9e3779b97f4a7c15) + 5);
+    let n = 3 + dice.roll(40);
+    let hosts: Vec<usize> = (0..n).map(|i| i / 4).collect();
+    let mut sim = Sim::new(&hosts, 3_000 * MS);
+    let (victim, number) = (dice.roll(n), dice.roll(64));
+    let how = [Break::HalfClosed, Break::NoticedHere, Break::Garbage, Break::Reset][dice.roll(4)];
+    let at_ns =
+        if dice.roll(2) == 0 { dice.roll(60_000) as u64 * 1000 } else { dice.roll(1_500) as u64 * MS };
+    for i in 0..n {
+        sim.processes[i].peers = vec![(i + 1) % n];
+        sim.at((i as u64 * 7919) % 40 * MS, Happens::Start(i));
+    }
+    sim.at(at_ns, Happens::Fault(SimFault::Break(victim, number, how)));
+    sim.run(12_000 * MS);
+    let Some((i, peer)) = sim.broken else { return (false, None) };
+    let goes_on = sim.processes.iter().all(|p| p.ready && p.heard.is_none());
+    let ends = BTreeSet::from([Rank(i as u32), Rank(peer as u32)]);
+    let is_right = |abort: &Abort| match (how, &abort.or) {
+        (Break::Reset, Some((or, _))) => BTreeSet::from([abort.culprit, *or]) == ends,
+        (Break::Reset, None) => false,
+        (_, or) => abort.culprit == Rank(i as u32) && or.is_none(),
+    };
+    // While it still comes in, a rank may be all that the root ever heard of it.
+    let early = |abort: &Abort| at_ns < 60 * MS && ends.contains(&abort.culprit);
+    let in_time = |p: &Process| p.heard_ns <= at_ns.max(40 * MS) + 2_000 * MS;
+    let ended = |p: &Process| p.heard.as_ref().is_some_and(|a| (is_right(a) || early(a)) && in_time(p));
+    if goes_on || sim.processes.iter().all(ended) {
+        return (!goes_on, None);
+    }
+    let said: Vec<String> = sim
+        .processes
+        .iter()
+        .enumerate()
+        .filter(|(_, p)| !ended(p))
+        .take(3)
+        .map(|(i, p)| match &p.heard {
+            Some(abort) => format!("r{i} after {} ms: {abort}", p.heard_ns.saturating_sub(at_ns) / MS),
+            None => format!("r{i} says nothing"),
+        })
+        .collect();
+    let what = format!("{how:?} of r{i} with r{peer} of {n} at {} us", at_ns / 1000);
+    (true, Some(format!("seed {seed}: {what}: {said:?}")))
+}
+
+#[expect(clippy::disallowed_methods, reason = "how often to test is no part of a plan")]
+#[test]
+fn a_connection_that_breaks_ends_the_job_or_does_no_harm() {
+    let seeds: u64 = std::env::var("CROSSMESH_SWEEP").map_or(200, |n| n.parse::<u64>().unwrap() * 20);
+    let results: Vec<(bool, Option<String>)> = (0..seeds).map(breaks).collect();
+    let ended = results.iter().filter(|(ended, _)| *ended).count();
+    let wrong: Vec<String> = results.into_iter().filter_map(|(_, wrong)| wrong).collect();
+    println!("{ended} of {seeds} jobs ended, {} of them wrong", wrong.len());
+    wrong.iter().take(12).for_each(|w| println!("{w}"));
+    assert_eq!(wrong.len(), 0);
+    assert!(ended > seeds as usize / 3, "most connections are needed");
 }

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crossmesh_core::id::Rank;
 
 use super::message::{Reach, Say};
-use super::node::{Action, Command, Heard, Input, Limits, LinkId, Node};
+use super::node::{Action, Command, Ended, Heard, Input, Limits, LinkId, Node};
 use super::{Abort, Entry, Fault};
 use crate::auth::{Claim, Role};
 
@@ -60,6 +60,20 @@ enum SimFault {
     Cut(usize, usize),
     /// A host from all others.
     Isolate(usize),
+    /// One of a rank's connections, by its number, and how.
+    Break(usize, usize, Break),
+}
+
+/// What may happen to a connection between two that are well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Break {
+    /// The rank's end is closed for writing; the other notices, and says so.
+    HalfClosed,
+    /// The same, and the rank notices first.
+    NoticedHere,
+    Garbage,
+    /// Something between them ends it for both.
+    Reset,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,6 +118,8 @@ struct Sim {
     cuts: BTreeSet<(usize, usize)>,
     arrive_ns: u64,
     num_messages: u64,
+    /// The two ends of the connection that was broken.
+    broken: Option<(usize, usize)>,
 }
 
 impl Sim {
@@ -131,7 +147,7 @@ impl Sim {
         };
         let (queue, happens, cuts) = Default::default();
         let processes = hosts.iter().map(process).collect();
-        Self { now: 0, queue, happens, next: 0, processes, cuts, arrive_ns, num_messages: 0 }
+        Self { now: 0, queue, happens, next: 0, processes, cuts, arrive_ns, num_messages: 0, broken: None }
     }
 
     fn at(&mut self, ns: u64, what: Happens) {
@@ -267,7 +283,7 @@ impl Sim {
             Action::Close(link) => {
                 if let Some((peer, theirs)) = self.processes[i].links.remove(&link) {
                     self.processes[peer].links.remove(&theirs);
-                    self.pass(i, peer, Input::Closed(theirs, None));
+                    self.pass(i, peer, Input::Closed(theirs, Ended::Gone));
                 }
             }
             Action::Dial { link, to, role, by_ns } => {
@@ -371,7 +387,7 @@ impl Sim {
         self.processes[i].links.clear();
         for (peer, theirs) in links {
             self.processes[peer].links.remove(&theirs);
-            self.pass(i, peer, Input::Closed(theirs, None));
+            self.pass(i, peer, Input::Closed(theirs, Ended::Gone));
         }
     }
 
@@ -388,11 +404,34 @@ impl Sim {
                 missed.into_iter().for_each(|what| self.at(self.now, what));
             }
             SimFault::Stop(_) | SimFault::Continue(_) => {}
+            SimFault::Break(i, number, how) => self.break_link(i, number, how),
             SimFault::Cut(a, b) => drop(self.cuts.insert((a.min(b), a.max(b)))),
             SimFault::Isolate(host) => {
                 let hosts: BTreeSet<usize> = self.processes.iter().map(|p| p.host).collect();
                 self.cuts.extend(hosts.iter().filter(|h| **h != host).map(|h| (host.min(*h), host.max(*h))));
             }
         }
+    }
+
+    fn break_link(&mut self, i: usize, number: usize, how: Break) {
+        let links: Vec<LinkId> = self.processes[i].links.keys().copied().collect();
+        if links.is_empty() || self.processes[i].state != State::Up {
+            return;
+        }
+        let link = links[number % links.len()];
+        let (peer, theirs) = self.processes[i].links.remove(&link).unwrap();
+        self.processes[peer].links.remove(&theirs);
+        self.broken = Some((i, peer));
+        let (here, there) = match how {
+            Break::HalfClosed => (Input::Said(link, Say::HungUp), Input::Closed(theirs, Ended::Gone)),
+            Break::NoticedHere => (Input::Closed(link, Ended::Here), Input::Closed(theirs, Ended::Gone)),
+            Break::Garbage => {
+                (Input::Closed(link, Ended::Gone), Input::Closed(theirs, Ended::Nonsense("ZZZZ".into())))
+            }
+            Break::Reset => (Input::Closed(link, Ended::Gone), Input::Closed(theirs, Ended::Gone)),
+        };
+        let here_ns = if how == Break::NoticedHere { 0 } else { 2 * LATENCY_NS };
+        self.at(self.now + here_ns, Happens::Input(i, here));
+        self.at(self.now + LATENCY_NS, Happens::Input(peer, there));
     }
 }
