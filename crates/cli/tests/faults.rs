@@ -304,7 +304,10 @@ fn is_explained(ended: &Ended) -> bool {
 fn lacking(line: &str, role: &Role, blind: bool) -> Option<String> {
     let told = match role.name {
         _ if blind => true,
-        IDLE => line.contains("nothing was outstanding") || line.contains("what no rank says"),
+        IDLE => {
+            let told = ["nothing was outstanding", "what no rank says", "closed at its own end"];
+            told.iter().any(|text| line.contains(text))
+        }
         _ => {
             ["send t", "receive t"].iter().any(|op| line.contains(op))
                 && line.contains(" of tensor w, ")

@@ -284,7 +284,16 @@ impl Evidence {
             });
         }
         let seen = self.witness(worst).or_else(|| self.witness(self.end_of_chain()?));
-        Some(self.abort(worst, format!("does not answer; {}", seen.unwrap_or_else(|| none.into()))))
+        let seen = seen.unwrap_or_else(|| none.into());
+        let third = self
+            .reach
+            .keys()
+            .any(|(by, to)| *to == worst && ![mine.clone(), self.host(worst)].contains(&self.host(*by)));
+        if self.host(worst) != mine && !third && not_even_its_host(&worst) {
+            let text = format!("neither reaches the other, and nobody of a third host has tried; {seen}");
+            return Some(self.either(self.me, worst, text));
+        }
+        Some(self.abort(worst, format!("does not answer; {seen}")))
     }
 
     /// Two that do not reach each other, though others reach both.
@@ -382,8 +391,17 @@ mod tests {
             reporters: faults.iter().map(|(r, _)| Rank(*r)).collect(),
             hosts: (0..8).map(|r| (Rank(r), format!("h{}", r / 2))).collect(),
             looked_for: silent.iter().map(|r| Rank(*r)).collect(),
-            reach: (1..8).filter(|r| !lost.contains(r)).map(|r| ((Rank(0), Rank(r)), reach(&r))).collect(),
+            reach: (1..8)
+                .filter(|r| !lost.contains(r))
+                .flat_map(|r| tried_by(r, silent).map(move |by| ((by, Rank(r)), reach(&r))))
+                .collect(),
         }
+    }
+
+    /// r0, and somebody of a third host, where anybody is left there.
+    fn tried_by(rank: u32, silent: &[u32]) -> impl Iterator<Item = Rank> {
+        let third = (2..8).find(|r| r / 2 != rank / 2 && !silent.contains(r));
+        [Some(0), third.filter(|_| silent.contains(&rank))].into_iter().flatten().map(Rank)
     }
 
     fn verdict(evidence: &Evidence) -> Option<(u32, String)> {
@@ -488,6 +506,18 @@ mod tests {
         cut.reach.insert((Rank(6), Rank(4)), Reach::Answers);
         let text = cut.judge(true).unwrap().to_string();
         assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: they do not reach"), "{text}");
+    }
+
+    #[test]
+    fn one_hosts_word_about_another_is_not_enough() {
+        // Their host reaches all others, and nobody else has tried.
+        let mut unsure = evidence(&[], &[2], &[]);
+        unsure.reach.retain(|(by, _), _| *by == Rank(0));
+        let text = unsure.judge(true).unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r0 on h0 and r2 on h1: neither reaches"), "{text}");
+        // One that takes the connection and says nothing was stopped; its host is well.
+        unsure.reach.insert((Rank(0), Rank(2)), Reach::Mute);
+        assert_eq!(verdict(&unsure).unwrap().0, 2);
     }
 
     #[test]

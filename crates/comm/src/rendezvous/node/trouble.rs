@@ -26,6 +26,8 @@ const VERDICT_NS: u64 = 2_500 * MS;
 /// How many are looked for, and asked to look.
 pub(super) const MAX_SUSPECTS: usize = 8;
 const MAX_REPORTERS: usize = 8;
+/// Hosts of which somebody is asked, to tell a host that is cut off from the way between two.
+const MAX_REFEREES: usize = 4;
 const MAX_ELECTIONS: u32 = 6;
 /// Others notice a loss at about the same time: before that, they know no better than we do.
 pub(super) const NOTICE_NS: u64 = 30 * MS;
@@ -239,6 +241,8 @@ impl Node {
         let deputies = self.deputies.iter().map(|entry| entry.rank);
         let mut asked: BTreeSet<Rank> =
             lead.evidence.looked_for.iter().copied().chain(reporters).chain(deputies).collect();
+        asked.extend(self.referees(&asked));
+        let Some(lead) = &mut self.trouble.lead else { return };
         asked.retain(|rank| *rank != me && reachable(rank) && !lead.looked.contains(rank));
         lead.looked.extend(asked.iter().copied());
         let observers: Vec<LinkId> = self.observers().collect();
@@ -246,6 +250,30 @@ impl Node {
         for rank in asked {
             let entry = self.known[&rank].clone();
             self.ask(now, &entry, Why::Inquire);
+        }
+    }
+
+    /// Somebody of each of a few hosts that nobody else of is asked.
+    fn referees(&self, asked: &BTreeSet<Rank>) -> Vec<Rank> {
+        let host = |rank: &Rank| self.known.get(rank).map(|entry| entry.host.as_str());
+        let mut hosts: BTreeSet<&str> =
+            asked.iter().filter_map(host).chain([self.me.host.as_str()]).collect();
+        let known = self.known.values().filter(|entry| entry.is_known());
+        let others = known.filter(|entry| hosts.insert(&entry.host)).map(|entry| entry.rank);
+        others.take(MAX_REFEREES).collect()
+    }
+
+    /// Neighbours that speak need not be asked.
+    fn note_neighbours(&mut self, now: u64) {
+        let recent = 3 * self.ping_ns();
+        let up = self.up.iter().map(|up| (up.entry.rank, &up.vigil));
+        let down = self.down.values().map(|down| (down.entry.rank, &down.vigil));
+        let heard = up.chain(down).filter(|(_, vigil)| now.saturating_sub(vigil.heard_ns) <= recent);
+        let (me, heard): (Rank, Vec<Rank>) = (self.me.rank, heard.map(|(rank, _)| rank).collect());
+        for lead in &mut self.trouble.lead {
+            heard
+                .iter()
+                .for_each(|rank| drop(lead.evidence.reach.entry((me, *rank)).or_insert(Reach::Answers)));
         }
     }
 
@@ -278,9 +306,9 @@ impl Node {
         if !(over || settled || all && looked) {
             return;
         }
-        if let Some(abort) = lead.evidence.judge(looked) {
-            self.conclude(now, abort, None);
-        }
+        self.note_neighbours(now);
+        let verdict = self.trouble.lead.as_ref().and_then(|lead| lead.evidence.judge(looked));
+        verdict.into_iter().for_each(|abort| self.conclude(now, abort, None));
     }
 
     /// Nobody says who it was. What we saw is all there is, and not enough to name anybody.
