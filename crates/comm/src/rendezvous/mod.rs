@@ -29,6 +29,7 @@ use crate::auth::AuthError;
 use crate::deadline::{Deadline, StreamError};
 use crate::transport::LinkError;
 
+pub mod beside;
 mod blame;
 mod doors;
 mod meeting;
