@@ -9,8 +9,11 @@
 //!
 //! Plans are deterministic, so every rank makes the same one. The ranks meet once, however many plans they run.
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 
+#[cfg(feature = "mpi")]
+use anyhow::Context;
 use anyhow::{Result, bail};
 use crossmesh_comm::auth::Secret;
 use crossmesh_comm::deadline::Deadline;
@@ -21,10 +24,14 @@ use crossmesh_comm::environment::TRANSPORT_VARIABLE;
 use crossmesh_comm::environment::{
     Flags, Place, Transport, Variables, host_name, launcher, place, transport, variables,
 };
-use crossmesh_comm::rendezvous::{Meeting, OverSockets, RendezvousError};
+#[cfg(feature = "mpi")]
+use crossmesh_comm::rendezvous::beside::{Beside, Host};
+use crossmesh_comm::rendezvous::{Abort, Fault, Meeting, OverSockets, RendezvousError};
 use crossmesh_core::id::Rank;
 
 use crate::output::{self, Progress, Told};
+#[cfg(feature = "mpi")]
+use crate::part::unplaced_patience;
 use crate::part::{BARRIER, Ending, Part, Summary, comm_error, fault, log, patience};
 use crate::records::measured_trace;
 use crate::runner::{Measured, RunOptions, Started, Work, combine};
@@ -96,7 +103,7 @@ fn check_world(work: &Work<'_>, world: u32, launcher: &str, spare_ranks: bool) -
 /// Meets the other ranks. A world that does not fit is noticed before anybody waits for anybody.
 fn join(variables: &Variables, work: &Work<'_>, options: &RunOptions) -> Result<Joined> {
     match transport(variables, cfg!(feature = "mpi"))? {
-        Transport::Mpi => join_mpi(variables, options),
+        Transport::Mpi => join_mpi(variables, options, options.deadline_ms(work.predicted_s)),
         Transport::Sockets => {
             let place = place(&Flags::default(), variables)?;
             check_world(work, place.world, place.launcher, options.spare_ranks)?;
@@ -124,21 +131,39 @@ fn join_sockets(
 }
 
 #[cfg(feature = "mpi")]
-fn join_mpi(variables: &Variables, options: &RunOptions) -> Result<Joined> {
+fn join_mpi(variables: &Variables, options: &RunOptions, deadline_ms: u64) -> Result<Joined> {
     let (launcher, told) = launcher(variables).unwrap_or(("MPI", None));
-    let meeting = crossmesh_comm::transport::mpi::OverMpi::meet(Deadline::after(options.arrive))?;
-    let (rank, world) = (meeting.rank(), meeting.world());
+    let arrive = Deadline::after(options.arrive);
+    let mut theirs = crossmesh_comm::transport::mpi::OverMpi::meet(arrive)?;
+    let (rank, world) = (theirs.rank(), theirs.world());
     answer_if_first(rank);
     if let Some(told) = told.filter(|told| *told != world) {
         bail!(
             "{launcher} started {told} ranks, the MPI library of this program sees {world}\nhint: start it with the mpirun of that library, or set {TRANSPORT_VARIABLE}=sockets"
         );
     }
-    Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending: Ending::new(|_| {}) })
+    let ending = Ending::new(|_| {});
+    let host = (rank == Rank(0)).then(|| Host::open(&address(&theirs, variables), arrive)).transpose()?;
+    let place = host.as_ref().map_or(Ok(String::new()), |host| serde_json::to_string(&host.place))?;
+    let places = theirs.share(place, arrive)?;
+    let place = places.first().map_or("", String::as_str);
+    let place = serde_json::from_str(place).context("the first rank does not say where to meet")?;
+    let patience = unplaced_patience(arrive, deadline_ms);
+    let met = Beside::meet(Box::new(theirs), (rank, world), &place, host, patience, ending.on_news(), log());
+    let meeting = met.map_err(|error| ending.not_met(error))?;
+    Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
+}
+
+/// Where the others reach the first rank: where the user says, or by the name that MPI has for its host.
+#[cfg(feature = "mpi")]
+fn address(theirs: &dyn Meeting, variables: &Variables) -> String {
+    let one_host = theirs.num_hosts() == 1;
+    let name = if one_host { Some("127.0.0.1".into()) } else { theirs.hosts().first().cloned() };
+    variables.get("MASTER_ADDR").cloned().or(name).unwrap_or_default()
 }
 
 #[cfg(not(feature = "mpi"))]
-fn join_mpi(_: &Variables, _: &RunOptions) -> Result<Joined> {
+fn join_mpi(_: &Variables, _: &RunOptions, _: u64) -> Result<Joined> {
     Err(EnvironmentError::NoMpi.into())
 }
 
@@ -169,6 +194,10 @@ fn take_part(
     let (repeat, trace, interrupt) = (options.repeat, options.trace, job.ending.interrupt.clone());
     let part = Part { task: work.task, rank, repeat, deadline_ms, flight, trace, interrupt };
     let meeting = &mut *job.meeting;
+    if let Err(abort) = check_same_work(meeting, rank, work) {
+        job.ending.say_once(&abort);
+        return Err(Told.into());
+    }
     let summary = match work.task.ranks().contains(&rank) {
         true => part.connect(meeting, Deadline::after(options.arrive)).and_then(|links| {
             part.take(meeting, links, |round| progress.say(&format!("run {round} of {}", options.repeat)))
@@ -184,6 +213,27 @@ fn take_part(
     };
     job.ending.say_once(&abort);
     Err(Told.into())
+}
+
+/// Ranks were started one by one, and each of them read for itself what to do: the first one looks whether it is the same.
+fn check_same_work(meeting: &mut dyn Meeting, rank: Rank, work: &Work<'_>) -> Result<(), Abort> {
+    let told = match meeting.gather(work.identity(), Deadline::after(BARRIER)) {
+        Ok(told) => told.unwrap_or_default(),
+        Err(error) => return Err(meeting.fail(fault(&comm_error(rank, error)))),
+    };
+    match odd_one(&told) {
+        None => Ok(()),
+        Some((odd, text)) => Err(meeting.fail(Fault { blames: Some(odd), hearsay: false, text })),
+    }
+}
+
+/// The first rank that does something else than most, and what.
+fn odd_one(told: &BTreeMap<Rank, String>) -> Option<(Rank, String)> {
+    let count = |text: &String| told.values().filter(|other| *other == text).count();
+    // Of as many, what the first rank does.
+    let most = told.values().rev().max_by_key(|text| count(text))?;
+    let (odd, text) = told.iter().find(|(_, text)| *text != most)?;
+    Some((*odd, format!("it was started to do something else than the others: {text} instead of {most}")))
 }
 
 /// What all ranks saw, at the first; elsewhere what this one did.
@@ -204,4 +254,23 @@ fn measured(job: &Joined, work: &Work<'_>, summaries: &[Summary], options: &RunO
     let by = Started::ByOthers { launcher, hosts, transport };
     let trace = if options.trace { measured_trace(work.task, summaries) } else { None };
     Measured { trace, ..combine(summaries, work.task.num_times(options.repeat), by) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_odd_one_is_found() {
+        let odd = |texts: &[&str]| {
+            let told = texts.iter().enumerate().map(|(i, t)| (Rank(i as u32), t.to_string())).collect();
+            odd_one(&told).map(|(rank, text)| (rank.0, text))
+        };
+        assert_eq!(odd(&[]), None);
+        assert_eq!(odd(&["a", "a", "a"]), None);
+        let text = "it was started to do something else than the others: b instead of a";
+        assert_eq!(odd(&["a", "a", "b"]), Some((2, text.into())));
+        assert_eq!(odd(&["b", "a", "a"]).unwrap().0, 0, "it may be the first one");
+        assert_eq!(odd(&["a", "b"]), Some((1, text.into())));
+    }
 }

@@ -39,6 +39,13 @@ pub fn patience(place: &Place, variables: &Variables, arrive: Deadline, deadline
     Patience { arrive, silence, barrier, late, local_world }
 }
 
+/// The same where nobody says how many ranks are on a host, and when they were started.
+#[cfg(feature = "mpi")]
+pub fn unplaced_patience(arrive: Deadline, deadline_ms: u64) -> Patience {
+    let (silence, barrier) = (Duration::from_millis(deadline_ms), barrier_limit(deadline_ms));
+    Patience { arrive, silence, barrier, late: None, local_world: None }
+}
+
 fn barrier_limit(deadline_ms: u64) -> Duration {
     BARRIER + BARRIER_DEADLINES * Duration::from_millis(deadline_ms)
 }

@@ -32,8 +32,11 @@ use crate::training::OnStep;
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 2048;
 /// After a failure, ranks agree on the culprit and say so within this time. One that still runs then is stuck.
-const GRACE: Grace =
-    Grace { after_failure: Duration::from_millis(1500), after_term: Duration::from_millis(100) };
+const GRACE: Grace = Grace {
+    after_failure: Duration::from_millis(1500),
+    after_term: Duration::from_millis(100),
+    to_finish: None,
+};
 
 /// How to run.
 #[derive(Debug, Clone)]
@@ -174,6 +177,28 @@ pub struct Work<'a> {
     pub predicted_s: f64,
 }
 
+impl Work<'_> {
+    /// What this is and where it starts, in few words: ranks that were started one by one hold it against each other.
+    pub fn identity(&self) -> String {
+        match self.task {
+            Task::Train { training } => {
+                let from = training.doc.resume.as_ref().and_then(|folder| folder.file_name());
+                let from = from.map_or("the start".into(), |name| name.to_string_lossy());
+                let nic = training.doc.nic.as_deref().unwrap_or("");
+                let config = hash(&[&training.doc.config, nic]);
+                format!("config {config:016x} from {from}")
+            }
+            _ => format!("plan {:016x}", hash(&[&self.document])),
+        }
+    }
+}
+
+/// FNV-1a. It tells mistakes apart, not attackers.
+fn hash(texts: &[&str]) -> u64 {
+    let bytes = texts.iter().flat_map(|text| text.bytes().chain([0]));
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
 /// Runs a plan that was predicted.
 pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progress) -> Result<Measured> {
     let problem = &prediction.plan.problem;
@@ -211,7 +236,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let job = Job::start(
         processes.collect::<Result<_>>()?,
         listen(&heard, work.task.num_rounds(options.repeat), work.task.on_step()),
-        GRACE,
+        Grace { to_finish: work.task.time_to_finish(), ..GRACE },
     )?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
     let (outcome, statuses) = job.wait_each(&signals, None);

@@ -19,7 +19,8 @@ use crate::Answer;
 use crate::rates::NicRates;
 
 /// Others may finish a word after the first failure, and save what they have when they are asked to end.
-const GRACE: Grace = Grace { after_failure: Duration::from_millis(200), after_term: Duration::from_secs(5) };
+const GRACE: Grace =
+    Grace { after_failure: Duration::from_millis(200), after_term: Duration::from_secs(5), to_finish: None };
 
 /// Start a program once for every rank, with its rank in the environment, as torchrun does.
 #[derive(Debug, clap::Args)]

@@ -32,7 +32,7 @@ mod signals;
 
 pub use output::{Line, OnLine, Source};
 pub use remote::remote_command;
-pub use signals::{Signals, continued_ns, survive_file_limits};
+pub use signals::{Signals, asked_to_end, continued_ns, survive_file_limits};
 
 /// How often the launcher looks after its processes.
 const LOOK: Duration = Duration::from_millis(5);
@@ -43,6 +43,8 @@ pub struct Grace {
     pub after_failure: Duration,
     /// Between asking a process to end and ending it.
     pub after_term: Duration,
+    /// Where processes come to a good end when they are asked to (SIGTERM): for that.
+    pub to_finish: Option<Duration>,
 }
 
 /// A process to start.
@@ -163,7 +165,11 @@ impl Job {
         let outcome = loop {
             if let Some(signal) = signals.caught() {
                 self.signal_all(signal);
-                break Outcome::Signalled(signal);
+                break if self.finishes(signal, signals) {
+                    Outcome::Done
+                } else {
+                    Outcome::Signalled(signal)
+                };
             }
             match self.first_failure() {
                 Some(outcome) => break outcome,
@@ -179,6 +185,15 @@ impl Job {
         }
         self.end_all(signals);
         (outcome, std::mem::take(&mut self.ended))
+    }
+
+    /// Whether all come to a good end of their own, having been asked to.
+    fn finishes(&mut self, signal: i32, signals: &Signals) -> bool {
+        let Some(limit) = self.grace.to_finish.filter(|_| signal == signal_hook::consts::SIGTERM) else {
+            return false;
+        };
+        self.reap_until(Deadline::after(limit), signals);
+        self.running.is_empty() && self.ended.values().all(ExitStatus::success)
     }
 
     /// Reaps what has ended; the lowest rank among those that failed.

@@ -1,7 +1,7 @@
 //! Signals to the launcher, noted down to be looked at: the launcher ends its processes before it ends itself. And one
 //! that is better an error: see [`survive_file_limits`].
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
@@ -46,6 +46,14 @@ impl Signals {
     pub fn count(&self) -> usize {
         self.count.load(Ordering::SeqCst)
     }
+}
+
+/// Becomes true when somebody asks this process to end (SIGTERM). It does not end by itself from now on: it is to come to a
+/// good end, and soon.
+pub fn asked_to_end() -> Result<Arc<AtomicBool>, LaunchError> {
+    let asked = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register(SIGTERM, asked.clone()).map_err(LaunchError::Signals)?;
+    Ok(asked)
 }
 
 /// When this process was last continued after it had been stopped, by the machine's clock; 0 if it never was. By this it

@@ -11,7 +11,8 @@ fn signals() -> (Signals, MutexGuard<'static, ()>) {
     (Signals::watch().unwrap(), turn)
 }
 
-const PROMPT: Grace = Grace { after_failure: Duration::from_millis(100), after_term: Duration::from_secs(1) };
+const PROMPT: Grace =
+    Grace { after_failure: Duration::from_millis(100), after_term: Duration::from_secs(1), to_finish: None };
 
 fn shell(rank: u32, script: &str) -> Process {
     let args = vec!["-c".into(), script.into()];

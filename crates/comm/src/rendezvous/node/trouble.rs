@@ -270,10 +270,10 @@ impl Node {
         let down = self.down.values().map(|down| (down.entry.rank, &down.vigil));
         let heard = up.chain(down).filter(|(_, vigil)| now.saturating_sub(vigil.heard_ns) <= recent);
         let (me, heard): (Rank, Vec<Rank>) = (self.me.rank, heard.map(|(rank, _)| rank).collect());
-        for lead in &mut self.trouble.lead {
+        if let Some(lead) = &mut self.trouble.lead {
             heard
                 .iter()
-                .for_each(|rank| drop(lead.evidence.reach.entry((me, *rank)).or_insert(Reach::Answers)));
+                .for_each(|rank| _ = lead.evidence.reach.entry((me, *rank)).or_insert(Reach::Answers));
         }
     }
 
