@@ -33,7 +33,8 @@ use crate::deadline::{Socket, StreamError};
 const MS: u64 = 1_000_000;
 /// A stranger has this long to prove itself.
 const HANDSHAKE_NS: u64 = 5_000 * MS;
-/// Connections that may be proving themselves at once.
+/// Connections that may be proving themselves at once, beside one of every rank: they all come at the same time, and must not
+/// push each other out.
 const MAX_STRANGERS: usize = 128;
 /// A dial that was dropped unheard is tried again after this time.
 const REDIAL_NS: u64 = 20 * MS;
@@ -168,6 +169,8 @@ impl Reactor {
             let now = Monotonic.now_ns();
             // We may have been stopped anywhere.
             self.setup.node.look(now);
+            // How far a dial came says more than that it took too long, which may be our own doing.
+            self.expire(now);
             let wake_ns = self.setup.node.tick(now);
             self.act(now);
             if self.is_done(now) {
@@ -181,7 +184,6 @@ impl Reactor {
                 self.take(now, event.data.u64());
             }
             self.take_commands(now);
-            self.expire(now);
             self.act(now);
         }
     }
@@ -255,7 +257,8 @@ impl Reactor {
     }
 
     fn let_in(&mut self, now: u64, socket: Socket) {
-        while self.strangers.len() >= MAX_STRANGERS && self.drop_stranger() {}
+        let most = MAX_STRANGERS + self.setup.world as usize;
+        while self.strangers.len() >= most && self.drop_stranger() {}
         let Ok(wire) = Wire::accepted(socket, &self.setup.secret, now + HANDSHAKE_NS) else { return };
         let link = self.next_link;
         self.next_link += 2;

@@ -204,6 +204,9 @@ impl Node {
     /// A question has its answer, or will have none.
     fn resolve(&mut self, now: u64, link: LinkId, reach: Reach) {
         let Some(asking) = self.trouble.asking.remove(&link) else { return };
+        let here = self.known.get(&asking.rank).is_some_and(|entry| entry.host == self.me.host);
+        // Its host is ours: it is busy, or does not answer.
+        let reach = if here && reach == Reach::Unreachable { Reach::Mute } else { reach };
         if asking.connected {
             self.out.push(super::Action::Close(link));
         }
