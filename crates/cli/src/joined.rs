@@ -9,23 +9,30 @@
 //!
 //! Plans are deterministic, so every rank makes the same one. The ranks meet once, however many plans they run.
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-use anyhow::{Context, Result, bail};
-use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
+#[cfg(feature = "mpi")]
+use anyhow::Context;
+use anyhow::{Result, bail};
+use crossmesh_comm::auth::Secret;
 use crossmesh_comm::deadline::Deadline;
 #[cfg(not(feature = "mpi"))]
 use crossmesh_comm::environment::EnvironmentError;
 #[cfg(feature = "mpi")]
 use crossmesh_comm::environment::TRANSPORT_VARIABLE;
 use crossmesh_comm::environment::{
-    Flags, Place, Transport, Variables, host_name, job_name, launcher, place, transport, variables,
+    Flags, Place, Transport, Variables, host_name, launcher, place, transport, variables,
 };
 use crossmesh_comm::protect::Protect;
-use crossmesh_comm::rendezvous::{Meeting, OverSockets, RendezvousError};
+#[cfg(feature = "mpi")]
+use crossmesh_comm::rendezvous::beside::{Beside, Host};
+use crossmesh_comm::rendezvous::{Abort, Fault, Meeting, OverSockets, RendezvousError};
 use crossmesh_core::id::Rank;
 
 use crate::output::{self, Progress, Told};
+#[cfg(feature = "mpi")]
+use crate::part::unplaced_patience;
 use crate::part::{BARRIER, Ending, Part, Summary, comm_error, fault, log, patience};
 use crate::records::measured_trace;
 use crate::runner::{Measured, RunOptions, Started, Work, combine};
@@ -101,7 +108,7 @@ fn join(variables: &Variables, work: &Work<'_>, options: &RunOptions) -> Result<
             "frames over MPI cannot be protected, and --protect {} was asked for\nhint: CROSSMESH_TRANSPORT=sockets, or a network that MPI may trust",
             options.protect
         ),
-        Transport::Mpi => join_mpi(variables, options),
+        Transport::Mpi => join_mpi(variables, options, options.deadline_ms(work.predicted_s)),
         Transport::Sockets => {
             let place = place(&Flags::default(), variables)?;
             check_world(work, place.world, place.launcher, options.spare_ranks)?;
@@ -119,30 +126,49 @@ fn join_sockets(
     answer_if_first(place.rank);
     let ending = Ending::new(|_| {});
     let secret = secret(&place, variables)?.protecting(options.protect);
-    let patience = patience(Deadline::after(options.arrive), deadline_ms);
+    let patience = patience(&place, variables, Deadline::after(options.arrive), deadline_ms);
     let roster = (0..place.world).map(Rank).collect();
-    let (host, on_abort) = (host_name(variables), ending.on_abort());
+    let (host, on_news) = (host_name(variables), ending.on_news());
     let (rank, world, launcher) = (place.rank, place.world, place.launcher);
-    let meeting = OverSockets::meet(place, &host, roster, secret, patience, log(), on_abort)?;
+    let met = OverSockets::meet(place, &host, roster, secret, patience, log(), on_news);
+    let meeting = met.map_err(|error| ending.not_met(error))?;
     Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
 }
 
 #[cfg(feature = "mpi")]
-fn join_mpi(variables: &Variables, options: &RunOptions) -> Result<Joined> {
+fn join_mpi(variables: &Variables, options: &RunOptions, deadline_ms: u64) -> Result<Joined> {
     let (launcher, told) = launcher(variables).unwrap_or(("MPI", None));
-    let meeting = crossmesh_comm::transport::mpi::OverMpi::meet(Deadline::after(options.arrive))?;
-    let (rank, world) = (meeting.rank(), meeting.world());
+    let arrive = Deadline::after(options.arrive);
+    let mut theirs = crossmesh_comm::transport::mpi::OverMpi::meet(arrive)?;
+    let (rank, world) = (theirs.rank(), theirs.world());
     answer_if_first(rank);
     if let Some(told) = told.filter(|told| *told != world) {
         bail!(
             "{launcher} started {told} ranks, the MPI library of this program sees {world}\nhint: start it with the mpirun of that library, or set {TRANSPORT_VARIABLE}=sockets"
         );
     }
-    Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending: Ending::new(|_| {}) })
+    let ending = Ending::new(|_| {});
+    let host = (rank == Rank(0)).then(|| Host::open(&address(&theirs, variables), arrive)).transpose()?;
+    let place = host.as_ref().map_or(Ok(String::new()), |host| serde_json::to_string(&host.place))?;
+    let places = theirs.share(place, arrive)?;
+    let place = places.first().map_or("", String::as_str);
+    let place = serde_json::from_str(place).context("the first rank does not say where to meet")?;
+    let patience = unplaced_patience(arrive, deadline_ms);
+    let met = Beside::meet(Box::new(theirs), (rank, world), &place, host, patience, ending.on_news(), log());
+    let meeting = met.map_err(|error| ending.not_met(error))?;
+    Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
+}
+
+/// Where the others reach the first rank: where the user says, or by the name that MPI has for its host.
+#[cfg(feature = "mpi")]
+fn address(theirs: &dyn Meeting, variables: &Variables) -> String {
+    let one_host = theirs.num_hosts() == 1;
+    let name = if one_host { Some("127.0.0.1".into()) } else { theirs.hosts().first().cloned() };
+    variables.get("MASTER_ADDR").cloned().or(name).unwrap_or_default()
 }
 
 #[cfg(not(feature = "mpi"))]
-fn join_mpi(_: &Variables, _: &RunOptions) -> Result<Joined> {
+fn join_mpi(_: &Variables, _: &RunOptions, _: u64) -> Result<Joined> {
     Err(EnvironmentError::NoMpi.into())
 }
 
@@ -152,24 +178,13 @@ fn answer_if_first(rank: Rank) {
     }
 }
 
-/// The secret that was given to the job; else one made of its name, and the first rank says what that is worth.
+/// The job's secret; the first rank says what it is worth, where that is little.
 fn secret(place: &Place, variables: &Variables) -> Result<Secret> {
-    if let Some(secret) = Secret::from_variables(variables)? {
-        return Ok(secret);
+    let (secret, note) = Secret::of_job(place, variables)?;
+    if let Some(note) = note.filter(|_| place.rank == Rank(0)) {
+        log()(&note);
     }
-    let name = job_name(place.launcher, variables).with_context(|| {
-        format!(
-            "the job that {} started has neither a secret nor a name\nhint: set {SECRET_VARIABLE} to the same random text for all ranks",
-            place.launcher
-        )
-    })?;
-    if place.rank == Rank(0) && !name.secret {
-        let variables = name.variables.join(" and ");
-        log()(&format!(
-            "note: no {SECRET_VARIABLE} was given; ranks know each other by {variables}, which others may guess"
-        ));
-    }
-    Ok(Secret::of_job(&name))
+    Ok(secret)
 }
 
 fn take_part(
@@ -184,11 +199,14 @@ fn take_part(
     let (repeat, trace, interrupt) = (options.repeat, options.trace, job.ending.interrupt.clone());
     let part = Part { task: work.task, rank, repeat, deadline_ms, flight, trace, interrupt };
     let meeting = &mut *job.meeting;
+    if let Err(abort) = check_same_work(meeting, rank, work) {
+        job.ending.say_once(&abort);
+        return Err(Told.into());
+    }
     let summary = match work.task.ranks().contains(&rank) {
-        true => {
-            let links = part.connect(meeting, Deadline::after(options.arrive))?;
+        true => part.connect(meeting, Deadline::after(options.arrive)).and_then(|links| {
             part.take(meeting, links, |round| progress.say(&format!("run {round} of {}", options.repeat)))
-        }
+        }),
         false => part.watch(meeting),
     };
     let abort = match summary {
@@ -200,6 +218,27 @@ fn take_part(
     };
     job.ending.say_once(&abort);
     Err(Told.into())
+}
+
+/// Ranks were started one by one, and each of them read for itself what to do: the first one looks whether it is the same.
+fn check_same_work(meeting: &mut dyn Meeting, rank: Rank, work: &Work<'_>) -> Result<(), Abort> {
+    let told = match meeting.gather(work.identity(), Deadline::after(BARRIER)) {
+        Ok(told) => told.unwrap_or_default(),
+        Err(error) => return Err(meeting.fail(fault(&comm_error(rank, error)))),
+    };
+    match odd_one(&told) {
+        None => Ok(()),
+        Some((odd, text)) => Err(meeting.fail(Fault { blames: Some(odd), hearsay: false, text })),
+    }
+}
+
+/// The first rank that does something else than most, and what.
+fn odd_one(told: &BTreeMap<Rank, String>) -> Option<(Rank, String)> {
+    let count = |text: &String| told.values().filter(|other| *other == text).count();
+    // Of as many, what the first rank does.
+    let most = told.values().rev().max_by_key(|text| count(text))?;
+    let (odd, text) = told.iter().find(|(_, text)| *text != most)?;
+    Some((*odd, format!("it was started to do something else than the others: {text} instead of {most}")))
 }
 
 /// What all ranks saw, at the first; elsewhere what this one did.
@@ -215,11 +254,28 @@ fn gather(meeting: &mut dyn Meeting, summary: &Summary) -> Result<Vec<Summary>, 
 }
 
 fn measured(job: &Joined, work: &Work<'_>, summaries: &[Summary], options: &RunOptions) -> Measured {
-    let mut hosts = job.meeting.hosts().to_vec();
-    hosts.sort_unstable();
-    hosts.dedup();
+    let hosts = job.meeting.num_hosts();
     let (launcher, transport) = (job.launcher, job.meeting.transport());
-    let by = Started::ByOthers { launcher, hosts: hosts.len(), transport };
+    let by = Started::ByOthers { launcher, hosts, transport };
     let trace = if options.trace { measured_trace(work.task, summaries) } else { None };
     Measured { trace, ..combine(summaries, work.task.num_times(options.repeat), by) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_odd_one_is_found() {
+        let odd = |texts: &[&str]| {
+            let told = texts.iter().enumerate().map(|(i, t)| (Rank(i as u32), t.to_string())).collect();
+            odd_one(&told).map(|(rank, text)| (rank.0, text))
+        };
+        assert_eq!(odd(&[]), None);
+        assert_eq!(odd(&["a", "a", "a"]), None);
+        let text = "it was started to do something else than the others: b instead of a";
+        assert_eq!(odd(&["a", "a", "b"]), Some((2, text.into())));
+        assert_eq!(odd(&["b", "a", "a"]).unwrap().0, 0, "it may be the first one");
+        assert_eq!(odd(&["a", "b"]), Some((1, text.into())));
+    }
 }

@@ -103,6 +103,8 @@ fn plainer(mut error: clap::Error) -> clap::Error {
 /// Runs the command line that the process was started with.
 pub fn main() -> ExitCode {
     crossmesh_comm::launch::survive_file_limits();
+    // From now on we know whether we were stopped.
+    let _ = crossmesh_comm::launch::continued_ns();
     let cli = Cli::try_parse().unwrap_or_else(|error| plainer(error).exit());
     if !matches!(cli.command, Command::Launch(_)) {
         // Programs of others that we start keep the limits that their user gave them.

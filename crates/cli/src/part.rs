@@ -10,12 +10,13 @@ use std::time::Duration;
 use crossmesh_comm::clock::Moment;
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{EngineOptions, Interrupt};
+use crossmesh_comm::environment::{Place, Variables, late};
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::flight::FlightRecord;
 use crossmesh_comm::lab::execute::{ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_comm::lab::usage::ExtraMemory;
 use crossmesh_comm::rendezvous::{
-    Abort, Fault, Links, Log, Meeting, OnAbort, Patience, RendezvousError, Word,
+    Abort, Fault, Links, Log, Meeting, News, OnNews, Patience, RendezvousError,
 };
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
@@ -24,8 +25,6 @@ use crate::files;
 use crate::output;
 use crate::task::Task;
 
-/// If the lobby itself is gone, the engine gets this long to find out more from its peers.
-const LOBBY_GONE: Duration = Duration::from_millis(500);
 /// An aborted rank has this long to come to its own end, and write down where it stood.
 const LAST_WORDS: Duration = Duration::from_millis(700);
 /// Ranks come to a barrier when their part is done, and checking every element takes a while on a small machine. One that
@@ -34,9 +33,21 @@ pub const BARRIER: Duration = Duration::from_secs(120);
 const BARRIER_DEADLINES: u32 = 20;
 
 /// How long the ranks of a job wait for each other.
-pub fn patience(arrive: Deadline, deadline_ms: u64) -> Patience {
-    let silence = Duration::from_millis(deadline_ms);
-    Patience { arrive, silence, barrier: BARRIER + BARRIER_DEADLINES * silence }
+pub fn patience(place: &Place, variables: &Variables, arrive: Deadline, deadline_ms: u64) -> Patience {
+    let (silence, barrier) = (Duration::from_millis(deadline_ms), barrier_limit(deadline_ms));
+    let (late, local_world) = (late(variables), place.local_world);
+    Patience { arrive, silence, barrier, late, local_world }
+}
+
+/// The same where nobody says how many ranks are on a host, and when they were started.
+#[cfg(feature = "mpi")]
+pub fn unplaced_patience(arrive: Deadline, deadline_ms: u64) -> Patience {
+    let (silence, barrier) = (Duration::from_millis(deadline_ms), barrier_limit(deadline_ms));
+    Patience { arrive, silence, barrier, late: None, local_world: None }
+}
+
+fn barrier_limit(deadline_ms: u64) -> Duration {
+    BARRIER + BARRIER_DEADLINES * Duration::from_millis(deadline_ms)
 }
 
 /// What a rank saw.
@@ -77,11 +88,11 @@ pub struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Connects with the ranks that the plan needs.
-    pub fn connect(&self, meeting: &mut dyn Meeting, deadline: Deadline) -> Result<Links, RendezvousError> {
+    /// Connects with the ranks that the plan needs; an error is what the job agreed on.
+    pub fn connect(&self, meeting: &mut dyn Meeting, deadline: Deadline) -> Result<Links, Abort> {
         let peers: BTreeSet<Rank> = self.task.peers(self.rank).into_iter().collect();
         meeting.expect_shares(self.task.shares());
-        meeting.connect(&peers, deadline)
+        meeting.connect(&peers, deadline).map_err(|error| meeting.fail(unconnected(self.rank, error)))
     }
 
     /// Moves the tensors; an error is what the job agreed on.
@@ -119,8 +130,7 @@ impl Part<'_> {
 
     /// The lobby is less patient, and says whom it waited for.
     fn barrier(&self) -> Deadline {
-        let now = Deadline::after(Duration::ZERO);
-        Deadline::after(2 * patience(now, self.deadline_ms).barrier)
+        Deadline::after(2 * barrier_limit(self.deadline_ms))
     }
 
     /// For a rank that the plan does not know: waits where the others do.
@@ -186,18 +196,29 @@ impl Ending {
     }
 
     /// Interrupts the engine, and ends this process soon if it does not come to an end itself.
-    pub fn on_abort(&self) -> OnAbort {
+    pub fn on_news(&self) -> OnNews {
         let ending = self.clone();
-        Box::new(move |abort, word| {
-            if word == Word::Ours {
-                ending.interrupt.suspect(abort.culprit, "the rendezvous beside it is not there either");
-                std::thread::sleep(LOBBY_GONE);
-            }
+        Arc::new(move |news| {
+            let abort = match news {
+                News::Suspect(rank, why) => return ending.interrupt.suspect(rank, why),
+                News::Abort(abort) => abort,
+            };
             ending.interrupt.raise(abort.culprit, &abort.host, &abort.text);
             std::thread::sleep(LAST_WORDS);
             ending.say_once(abort);
             std::process::exit(2);
         })
+    }
+
+    /// Where the ranks did not meet: who is to blame, said once.
+    pub fn not_met(&self, error: RendezvousError) -> anyhow::Error {
+        match error {
+            RendezvousError::Aborted(abort) => {
+                self.say_once(&abort);
+                output::Told.into()
+            }
+            other => other.into(),
+        }
     }
 
     pub fn say_once(&self, abort: &Abort) {
@@ -210,7 +231,7 @@ impl Ending {
 
 pub fn comm_error(me: Rank, error: RendezvousError) -> CommError {
     match error {
-        RendezvousError::Aborted(Abort { culprit, host, text }) => {
+        RendezvousError::Aborted(Abort { culprit, host, text, .. }) => {
             CommError::Interrupted { me, culprit, host, reason: text }
         }
         other => CommError::System { me, what: "wait for the others", cause: other.to_string() },
@@ -224,6 +245,17 @@ pub fn fault(error: &CommError) -> Fault {
         other => (false, other.to_string()),
     };
     Fault { blames: error.culprit(), hearsay, text: text.lines().next().unwrap_or_default().to_string() }
+}
+
+/// What to report where somebody could not be connected with.
+fn unconnected(me: Rank, error: RendezvousError) -> Fault {
+    let text = error.to_string().lines().next().unwrap_or_default().to_string();
+    let blames = match &error {
+        RendezvousError::CannotReachPeer { peer, .. } | RendezvousError::BadLink { peer, .. } => Some(*peer),
+        RendezvousError::PeersMissing { missing, .. } => missing.first().copied(),
+        _ => return fault(&comm_error(me, error)),
+    };
+    Fault { blames, hearsay: false, text }
 }
 
 /// `VmHWM:  1234 kB` of this process.

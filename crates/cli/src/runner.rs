@@ -9,9 +9,10 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::clock::{Moment, by_one_clock};
-use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place};
+use crossmesh_comm::environment::{DEFAULT_PORT, HOST_VARIABLE, Place, STARTED_VARIABLE, now_ms};
 use crossmesh_comm::lab::emulate::{Emulation, NicRate};
 use crossmesh_comm::lab::usage::ExtraMemory;
+use crossmesh_comm::launch::janitor::{Kept, keep};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
 use crossmesh_comm::protect::{PROTECT_VARIABLE, Protect};
 use crossmesh_comm::rendezvous::Abort;
@@ -30,10 +31,13 @@ use crate::task::Task;
 use crate::training::OnStep;
 
 /// More processes than this are a mistake on one machine.
-const MAX_PROCESSES: usize = 512;
+const MAX_PROCESSES: usize = 2048;
 /// After a failure, ranks agree on the culprit and say so within this time. One that still runs then is stuck.
-const GRACE: Grace =
-    Grace { after_failure: Duration::from_millis(1500), after_term: Duration::from_millis(100) };
+const GRACE: Grace = Grace {
+    after_failure: Duration::from_millis(1500),
+    after_term: Duration::from_millis(100),
+    to_finish: None,
+};
 
 /// How to run.
 #[derive(Debug, Clone)]
@@ -175,6 +179,28 @@ pub struct Work<'a> {
     pub predicted_s: f64,
 }
 
+impl Work<'_> {
+    /// What this is and where it starts, in few words: ranks that were started one by one hold it against each other.
+    pub fn identity(&self) -> String {
+        match self.task {
+            Task::Train { training } => {
+                let from = training.doc.resume.as_ref().and_then(|folder| folder.file_name());
+                let from = from.map_or("the start".into(), |name| name.to_string_lossy());
+                let nic = training.doc.nic.as_deref().unwrap_or("");
+                let config = hash(&[&training.doc.config, nic]);
+                format!("config {config:016x} from {from}")
+            }
+            _ => format!("plan {:016x}", hash(&[&self.document])),
+        }
+    }
+}
+
+/// FNV-1a. It tells mistakes apart, not attackers.
+fn hash(texts: &[&str]) -> u64 {
+    let bytes = texts.iter().flat_map(|text| text.bytes().chain([0]));
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
 /// Runs a plan that was predicted.
 pub fn run_plan(prediction: &Prediction, options: &RunOptions, progress: &Progress) -> Result<Measured> {
     let problem = &prediction.plan.problem;
@@ -203,6 +229,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let no_folder = || format!("no folder for the plan in {} (TMPDIR says where)", temp.display());
     let folder =
         tempfile::Builder::new().prefix("crossmesh-run-").tempdir_in(&temp).with_context(no_folder)?;
+    let _kept = keep(Kept::Folder(folder.path().display().to_string()));
     files::write(&folder.path().join("work.json"), &work.document).with_context(no_folder)?;
     let site = Site::of(work, &ranks, options.emulate)?;
     let secret = Secret::generate()?;
@@ -211,7 +238,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let job = Job::start(
         processes.collect::<Result<_>>()?,
         listen(&heard, work.task.num_rounds(options.repeat), work.task.on_step()),
-        GRACE,
+        Grace { to_finish: work.task.time_to_finish(), ..GRACE },
     )?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
     let (outcome, statuses) = job.wait_each(&signals, None);
@@ -295,6 +322,7 @@ fn process(
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     env.insert(PROTECT_VARIABLE.into(), options.protect.to_string());
     env.insert(HOST_VARIABLE.into(), host.to_string());
+    env.insert(STARTED_VARIABLE.into(), now_ms().to_string());
     let document = folder.join("work.json").display().to_string();
     let mut args = vec!["rank".to_string(), work.task.flag().into(), document];
     let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);

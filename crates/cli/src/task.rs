@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use crossmesh_comm::device::VirtualDevice;
@@ -26,6 +27,9 @@ use crate::input::{Document, read_document, read_plan};
 use crate::predict::Violation;
 use crate::sweep_doc::SweepDoc;
 use crate::training::{self, OnStep, Training};
+
+/// A step, a checkpoint, and what a slow disk takes for it.
+const TIME_TO_SAVE: Duration = Duration::from_secs(60);
 
 /// See the module.
 #[expect(clippy::large_enum_variant, reason = "a process has one of it")]
@@ -216,6 +220,14 @@ impl<'a> Task<'a> {
             }
             // Which ranks talk changes from one collective to the next.
             Task::Sweep { .. } | Task::Train { .. } => Shares::default(),
+        }
+    }
+
+    /// How long ranks may take to come to a good end when they are asked to; none where they have none.
+    pub fn time_to_finish(&self) -> Option<Duration> {
+        match self {
+            Task::Train { training } => (training.config.saving.every > 0).then_some(TIME_TO_SAVE),
+            _ => None,
         }
     }
 

@@ -98,6 +98,20 @@ fn as_ranks_of_torchrun() {
     assert!(said[0].2.starts_with(note), "{}", said[0].2);
 }
 
+/// Beyond this host a name that others can guess is no secret.
+#[test]
+fn without_a_secret_nobody_meets_beyond_loopback() {
+    let mut variables = torchrun(0, 6, "29500");
+    variables
+        .iter_mut()
+        .filter(|(name, _)| *name == "MASTER_ADDR")
+        .for_each(|(_, addr)| *addr = "10.255.0.1".into());
+    let said = finish(start(&RUN, variables));
+    assert_eq!((said.0, said.1.as_str()), (2, ""));
+    let why = "error: the job that torchrun started has no secret, and its ranks meet at 10.255.0.1";
+    assert!(said.2.starts_with(why) && said.2.contains("hint: set CROSSMESH_SECRET"), "{}", said.2);
+}
+
 #[test]
 fn as_ranks_of_slurm() {
     // Two jobs of these tests at a time should not share a number.

@@ -25,6 +25,25 @@ fn every_rank_knows_its_place() {
     assert_eq!(sorted_lines(&said.stdout), expected);
 }
 
+/// A reader that takes its time gets every line.
+#[test]
+fn a_slow_reader_gets_all_of_the_output() {
+    let pipe = format!(
+        "({} launch -n 1 -- sh -c 'seq 1 18000') | (sleep 2; wc -l)",
+        env!("CARGO_BIN_EXE_crossmesh")
+    );
+    let out = Command::new("sh").args(["-c", &pipe]).stdin(Stdio::null()).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&out.stdout).trim(), "18000");
+}
+
+#[test]
+fn a_host_that_would_be_an_option_is_refused() {
+    let args = ["launch", "-n", "1", "--hosts=-oProxyCommand=true", "--", "true"];
+    let said = crossmesh(&args);
+    assert_eq!(said.code, 2);
+    assert!(said.stderr.starts_with("error: `-oProxyCommand=true` is no name of a host"), "{}", said.stderr);
+}
+
 #[test]
 fn the_first_failure_is_named_and_its_status_ours() {
     let script = "test $RANK = 1 && exit 9; sleep 60";
@@ -64,7 +83,8 @@ fn a_long_job() -> (Child, Vec<u32>) {
         ["launch", "-n", "2", "--per-host", "1", "--emulate", "100Mbit", "--", "sh", "-c", "sleep 60 & wait"];
     let child =
         binary().args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    assert!(eventually(PATIENCE, || descendants(child.id()).len() == 4), "{:?}", descendants(child.id()));
+    // Two ranks, what each of them started, and the janitor.
+    assert!(eventually(PATIENCE, || descendants(child.id()).len() == 5), "{:?}", descendants(child.id()));
     let pids = descendants(child.id());
     (child, pids)
 }
@@ -80,19 +100,32 @@ fn an_interrupted_launcher_leaves_nothing() {
     assert!(eventually(PATIENCE, || pids.iter().all(|pid| !alive(*pid))));
 }
 
+/// Whatever it started, and whatever they did: kill -9 leaves neither processes nor namespaces.
 #[test]
-fn a_killed_launcher_takes_its_processes_along() {
+fn a_killed_launcher_takes_everything_along() {
     needs_root();
-    let (mut launcher, _) = a_long_job();
-    let ranks: Vec<u32> = {
-        let text = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", launcher.id())).unwrap();
-        text.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
-    };
+    let (mut launcher, pids) = a_long_job();
+    assert_eq!(namespaces_of(launcher.id()).len(), 3);
     launcher.kill().unwrap();
     launcher.wait().unwrap();
-    assert!(eventually(PATIENCE, || ranks.iter().all(|pid| !alive(*pid))));
-    // Its namespaces could not be removed by it; the next to emulate does.
-    let said = crossmesh(&["launch", "-n", "1", "--per-host", "1", "--emulate", "1Mbit", "--", "true"]);
-    assert_eq!(said.code, 0, "{}", said.stderr);
-    assert_eq!(namespaces_of(launcher.id()), Vec::<String>::new());
+    assert!(eventually(PATIENCE, || pids.iter().all(|pid| !alive(*pid))), "processes are left");
+    assert!(eventually(PATIENCE, || namespaces_of(launcher.id()).is_empty()), "namespaces are left");
+}
+
+/// The same for `run`, which has a folder too.
+#[test]
+fn a_killed_run_takes_its_folder_along() {
+    let scratch = Scratch::new();
+    let mut command = binary();
+    command.args(["run", "u8[4194304]@A{x:1}(_)", "u8[4194304]@B{x:2}(_)", "--repeat", "100000"]);
+    command.env("TMPDIR", scratch.path()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut launcher = command.spawn().unwrap();
+    let folders = || std::fs::read_dir(scratch.path()).unwrap().count();
+    // Three ranks and the janitor.
+    assert!(eventually(PATIENCE, || folders() == 1 && descendants(launcher.id()).len() == 4));
+    let pids = descendants(launcher.id());
+    launcher.kill().unwrap();
+    launcher.wait().unwrap();
+    assert!(eventually(PATIENCE, || pids.iter().all(|pid| !alive(*pid))), "processes are left");
+    assert!(eventually(PATIENCE, || folders() == 0), "its folder is left");
 }

@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -122,25 +123,51 @@ fn is_at_work(pid: u32) -> bool {
     kib.is_some_and(|kib| kib > 6 << 10)
 }
 
-#[test]
-fn a_killed_rank_ends_the_job() {
+/// Three ranks under mpirun, at work for as long as they are left alone; their processes by rank.
+fn long_run(args: &[&str]) -> (std::process::Child, BTreeMap<u32, u32>) {
     let mut command = mpirun(3);
     command.arg(env!("CARGO_BIN_EXE_crossmesh"));
-    command.args(["run", "u8[4194304]@A{x:1}(_)", "u8[4194304]@B{x:2}(_)", "--repeat", "100000"]);
+    command.args(["run", "u8[4194304]@A{x:1}(_)", "u8[4194304]@B{x:2}(_)", "--repeat", "100000"]).args(args);
     let piped = || Stdio::piped();
     let child = command.stdin(Stdio::null()).stdout(piped()).stderr(piped()).spawn().unwrap();
-    let of_rank = |pid: &u32| rank_of(*pid).is_some() && is_at_work(*pid);
-    let ranks = || -> Vec<u32> { descendants(child.id()).into_iter().filter(of_rank).collect() };
+    let at_work = |pid: u32| Some((rank_of(pid)?, pid)).filter(|_| is_at_work(pid));
+    let ranks =
+        || -> BTreeMap<u32, u32> { descendants(child.id()).into_iter().filter_map(at_work).collect() };
     assert!(eventually(PATIENCE, || ranks().len() == 3), "the run does not begin");
     let ranks = ranks();
-    let victim = ranks.iter().find(|pid| rank_of(**pid) == Some(1)).unwrap();
-    assert!(Command::new("kill").args(["-KILL", &victim.to_string()]).status().unwrap().success());
+    (child, ranks)
+}
+
+fn signal(pid: u32, signal: &str) {
+    assert!(Command::new("kill").args([signal, &pid.to_string()]).status().unwrap().success());
+}
+
+/// Ends within `limit`, with an error; what was said.
+fn failed_within(child: std::process::Child, ranks: &BTreeMap<u32, u32>, limit: Duration) -> String {
     let waiting = std::thread::Builder::new().spawn(move || child.wait_with_output()).unwrap();
-    assert!(eventually(Duration::from_secs(6), || waiting.is_finished()), "mpirun is still there");
+    assert!(eventually(limit, || waiting.is_finished()), "mpirun is still there");
     let out = waiting.join().unwrap().unwrap();
     assert!(!out.status.success());
-    assert!(eventually(Duration::from_secs(2), || ranks.iter().all(|pid| !alive(*pid))));
+    assert!(eventually(Duration::from_secs(2), || ranks.values().all(|pid| !alive(*pid))));
+    String::from_utf8(out.stderr).unwrap()
+}
+
+#[test]
+fn a_killed_rank_ends_the_job() {
+    let (child, ranks) = long_run(&[]);
+    signal(ranks[&1], "-KILL");
     // OpenMPI sees its own processes die, and is quicker than any of ours.
-    let stderr = String::from_utf8(out.stderr).unwrap();
+    let stderr = failed_within(child, &ranks, Duration::from_secs(6));
     assert!(stderr.contains("rank 1") || stderr.contains("error: r1 on "), "{stderr}");
+}
+
+/// Wherever it is: mostly at one of MPI's barriers, which would wait for minutes.
+#[test]
+fn a_stopped_rank_is_named_by_the_deadline() {
+    for rank in [0, 1, 2] {
+        let (child, ranks) = long_run(&["--deadline", "1s"]);
+        signal(ranks[&rank], "-STOP");
+        let stderr = failed_within(child, &ranks, Duration::from_secs(10));
+        assert!(stderr.contains(&format!("error: r{rank} on ")), "r{rank} was stopped: {stderr}");
+    }
 }

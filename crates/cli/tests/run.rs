@@ -186,7 +186,7 @@ fn garbage_at_the_rendezvous_is_turned_away_and_the_run_goes_on() {
     let out = run.wait_with_output().unwrap();
     let stderr = String::from_utf8(out.stderr).unwrap();
     assert_eq!(out.status.code(), Some(0), "{stderr}");
-    assert!(stderr.contains("rendezvous: turned away 10.77.0.2:"), "{stderr}");
+    assert!(stderr.contains("r0: turned away 10.77.0.2:"), "{stderr}");
     let report: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
     assert_eq!(report["verified"], true);
 }
@@ -222,7 +222,7 @@ fn impostors_are_turned_away_and_the_run_goes_on() {
     assert!(!stderr.contains(&secret));
     for why in ["r3: turned away: wrong secret", "r3: turned away: this rank is here already"] {
         let line = stderr.lines().find(|l| l.contains(why)).unwrap_or_else(|| panic!("{why}: {stderr}"));
-        assert!(line.starts_with("[0] rendezvous: turned away 10.77.0.2:"), "{line}");
+        assert!(line.starts_with("[0] r0: turned away 10.77.0.2:"), "{line}");
     }
 }
 

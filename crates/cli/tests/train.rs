@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use common::{Said, Scratch, binary, said};
-use crossmesh_testkit::machine::descendants;
+use crossmesh_testkit::machine::{descendants, needs_root};
 use serde_json::Value;
 
 fn root() -> PathBuf {
@@ -258,6 +258,71 @@ fn a_killed_rank_is_named_and_the_job_starts_again_from_its_checkpoint() {
     let whole = Run::new();
     trained(&whole.train(&["--set", "train.steps=400"]));
     assert_eq!(run.losses(), whole.losses(), "bit for bit");
+}
+
+/// Who is asked to end saves and ends well, and the run goes on from there as if nothing had been.
+#[test]
+fn a_run_that_is_asked_to_end_saves_first() {
+    let run = Run::new();
+    let args = ["--set", "checkpoint.every=100000", "--set", "log.every=5"];
+    let endless =
+        [&args[..], &["--set", "train.steps=1000000", "--set", "optimizer.schedule=constant"]].concat();
+    let mut command = run.command(&[&endless[..], &["--json"]].concat());
+    let mut child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.starts_with("step      40 ")), "it does not come to step 40");
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    let rest: Vec<String> = lines.collect();
+    let out = child.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(0), "{rest:?}");
+    let summary: Value = serde_json::from_slice(&out.stdout).unwrap();
+    let steps = summary["steps"].as_u64().unwrap();
+    assert!((40..1_000_000).contains(&steps), "{summary}");
+    let saved = run.scratch.path().join(format!("runs/tiny/checkpoints/step-{steps:08}/manifest.json"));
+    assert!(saved.is_file(), "step {steps} was not saved");
+    let more = format!("train.steps={}", steps + 2);
+    trained(
+        &run.train(
+            &[&args[..], &["--set", "optimizer.schedule=constant", "--set", &more, "--resume"]].concat(),
+        ),
+    );
+    let told: Vec<u64> = run.metrics().iter().map(|m| m["step"].as_u64().unwrap()).collect();
+    assert_eq!(told, (1..=steps + 2).collect::<Vec<u64>>());
+}
+
+/// An old checkpoint that cannot be removed is worth a line, and not a run. Needs root, for a mount that nobody else sees.
+#[test]
+fn old_checkpoints_that_cannot_be_removed_are_a_warning() {
+    needs_root();
+    let run = Run::new();
+    let args = ["--set", "checkpoint.every=4", "--set", "checkpoint.keep=1"];
+    trained(&run.train(&[&args[..], &["--set", "train.steps=4"]].concat()));
+    let old = run.scratch.at("runs/tiny/checkpoints/step-00000004");
+    let script =
+        format!("mount --bind {old} {old} && exec \"$0\" train tiny.toml {} --resume", args.join(" "));
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-c", &script]).arg(binary().get_program()).current_dir(run.scratch.path());
+    let said = said(&mut command);
+    trained(&said);
+    assert!(said.stderr.contains("warning: old checkpoints could not be removed: "), "{}", said.stderr);
+    assert!(Path::new(&old).is_dir());
+    assert!(run.scratch.path().join("runs/tiny/checkpoints/step-00000012/manifest.json").is_file());
+}
+
+/// Ranks that were started one by one may have been told different things.
+#[test]
+fn a_rank_with_another_config_is_named() {
+    let run = Run::new();
+    let program = env!("CARGO_BIN_EXE_crossmesh");
+    let script = format!("exec {program} train tiny.toml --set optimizer.learning_rate=1e-$((2 + RANK / 2))");
+    let mut command = binary();
+    command.current_dir(run.scratch.path()).args(["launch", "-n", "3", "--", "sh", "-c", &script]);
+    let said = said(&mut command);
+    assert_eq!(said.code, 2, "{}{}", said.stdout, said.stderr);
+    let why = "is at fault: it was started to do something else than the others: config ";
+    let named = said.stderr.lines().filter(|l| l.contains("error: r2 on ") && l.contains(why)).count();
+    assert!(named >= 2, "{}", said.stderr);
 }
 
 fn environment(pid: u32) -> String {

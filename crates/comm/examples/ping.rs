@@ -18,7 +18,7 @@ use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{Engine, EngineOptions};
 use crossmesh_comm::environment::{Flags, host_name, place, variables};
 use crossmesh_comm::protect::Protect;
-use crossmesh_comm::rendezvous::{Meeting, OverSockets, Patience};
+use crossmesh_comm::rendezvous::{Meeting, News, OverSockets, Patience};
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::collective::CollectiveOptions;
 use crossmesh_core::id::Rank;
@@ -101,11 +101,13 @@ fn join() -> Result<(Collectives, OverSockets), Box<dyn Error>> {
     let secret = secret.protecting(Protect::from_variables(&variables)?);
     let soon = || Deadline::after(Duration::from_secs(20));
     let (silence, barrier) = (Duration::from_secs(10), Duration::from_secs(20));
-    let patience = Patience { arrive: soon(), silence, barrier };
+    let patience = Patience { arrive: soon(), silence, barrier, late: None, local_world: None };
     let (roster, log) = ((0..world).map(Rank).collect(), Arc::new(|line: &str| eprintln!("{line}")));
-    let abort = Box::new(|abort: &_, _| {
-        eprintln!("{abort}");
-        std::process::exit(2);
+    let abort = Arc::new(|news: News<'_>| {
+        if let News::Abort(abort) = news {
+            eprintln!("{abort}");
+            std::process::exit(2);
+        }
     });
     let mut meeting = OverSockets::meet(place, &host_name(&variables), roster, secret, patience, log, abort)?;
     let links = meeting.connect(&(0..world).map(Rank).filter(|rank| *rank != me).collect(), soon())?;

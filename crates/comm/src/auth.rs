@@ -18,11 +18,11 @@ use std::fmt;
 use crossmesh_core::id::Rank;
 
 use crate::deadline::{Deadline, Stream, StreamError, read_exact_by, write_all_by};
-use crate::environment::{JobName, Variables};
+use crate::environment::{JobName, Place, Variables, job_name};
 use crate::protect::{Protect, Session, Side};
 
 /// The version of everything that travels between ranks. Both sides must have the same.
-pub const WIRE_VERSION: u16 = 1;
+pub const WIRE_VERSION: u16 = 2;
 
 const MAGIC: [u8; 8] = *b"XMESHJOB";
 const HELLO_BYTES: usize = 52;
@@ -81,11 +81,36 @@ impl Secret {
         }
     }
 
-    /// The secret of a job that was given none: made of its launcher's name for it. It keeps jobs apart; whether it
-    /// keeps strangers out depends on the name.
-    pub fn of_job(name: &JobName) -> Self {
-        let context = "crossmesh 1 job secret from the launcher's name";
-        Self(blake3::derive_key(context, name.text.as_bytes()), Protect::None)
+    /// The secret of a rank's job, and what to say about it, if anything. It is one that was given, or one that the
+    /// launcher drew by lot. Ranks that meet on this host alone may make do with the job's name, which keeps jobs apart;
+    /// beyond it a name that others can guess is no secret, and none is an error.
+    pub fn of_job(place: &Place, variables: &Variables) -> Result<(Self, Option<String>), AuthError> {
+        if let Some(secret) = Self::from_variables(variables)? {
+            return Ok((secret, None));
+        }
+        let (launcher, name) = (place.launcher, job_name(place.launcher, variables));
+        let of = |name: &JobName| {
+            let context = "crossmesh 1 job secret from the launcher's name";
+            Self(blake3::derive_key(context, name.text.as_bytes()), Protect::None)
+        };
+        match name {
+            Some(name) if name.secret => Ok((of(&name), None)),
+            Some(name) if place.is_on_loopback() => {
+                let variables = name.variables.join(" and ");
+                let note = format!(
+                    "note: no {SECRET_VARIABLE} was given; ranks know each other by {variables}, which others on this host may guess"
+                );
+                Ok((of(&name), Some(note)))
+            }
+            _ => Err(AuthError::NoSecret { launcher, addr: place.master_addr.clone() }),
+        }
+    }
+
+    /// The secret of another attempt of the same job: whoever still holds on to an earlier one is a stranger.
+    pub fn again(&self, attempt: u32) -> Self {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        hasher.update(b"crossmesh 1 attempt").update(&attempt.to_le_bytes());
+        Self(*hasher.finalize().as_bytes(), self.1)
     }
 
     /// The form that is handed to the processes of a job, in their environment.
@@ -133,6 +158,10 @@ pub enum Role {
     Rendezvous,
     /// Between two ranks, for tensors.
     Data,
+    /// From a rank to the one it hangs under, for control.
+    Tree,
+    /// A question: are you there, where is somebody, what went wrong?
+    Ask,
 }
 
 impl Role {
@@ -140,11 +169,13 @@ impl Role {
         match self {
             Role::Rendezvous => 1,
             Role::Data => 2,
+            Role::Tree => 3,
+            Role::Ask => 4,
         }
     }
 
     fn of_code(code: u8) -> Option<Self> {
-        [Role::Rendezvous, Role::Data].into_iter().find(|role| role.code() == code)
+        [Role::Rendezvous, Role::Data, Role::Tree, Role::Ask].into_iter().find(|role| role.code() == code)
     }
 }
 
@@ -200,6 +231,10 @@ pub enum AuthError {
     ShortSecret { len: usize, least: usize },
     #[error("cannot read the secret of {SECRET_FILE_VARIABLE}={path}: {cause}")]
     SecretFile { path: String, cause: std::io::Error },
+    #[error(
+        "the job that {launcher} started has no secret, and its ranks meet at {addr}, where strangers could join\nhint: set {SECRET_VARIABLE} to the same random text for all ranks (openssl rand -hex 32), or {SECRET_FILE_VARIABLE} to a file with it that only you can read; `crossmesh launch` generates one"
+    )]
+    NoSecret { launcher: &'static str, addr: String },
     #[error("the system has no randomness for a secret")]
     NoRandomness,
     #[error("not a crossmesh process (it says {0})")]
@@ -221,87 +256,147 @@ impl fmt::Display for Claimed {
     }
 }
 
-/// The dialer's side: proves itself, and that the listener knows the secret too.
+/// The dialer's side of a handshake, without the connection: it says what to write, and is told what was read.
+#[derive(Debug)]
+pub struct Dialing {
+    secret: Secret,
+    hello: [u8; HELLO_BYTES],
+    /// Hello and challenge, once that came.
+    transcript: Vec<u8>,
+}
+
+impl Dialing {
+    /// Begins; the greeting goes to `out`.
+    pub fn start(secret: &Secret, claim: Claim, out: &mut Vec<u8>) -> Result<Self, AuthError> {
+        let mut hello = hello(claim, random_bytes()?);
+        hello[PROTECT_AT] = secret.1.code();
+        out.extend_from_slice(&hello);
+        Ok(Self { secret: secret.clone(), hello, transcript: vec![] })
+    }
+
+    /// How many bytes to read next.
+    pub fn needs(&self) -> usize {
+        if self.transcript.is_empty() { CHALLENGE_BYTES } else { VERDICT_BYTES }
+    }
+
+    /// Takes as many bytes as it [needs](Self::needs); once both sides have proven themselves, what they share.
+    pub fn take(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> Result<Option<Session>, AuthError> {
+        if self.transcript.is_empty() {
+            check_greeting(bytes)?;
+            parse_protect(bytes[PROTECT_AT])?;
+            self.transcript = [&self.hello[..], bytes].concat();
+            out.extend_from_slice(self.secret.prove("dialer", &self.transcript).as_bytes());
+            return Ok(None);
+        }
+        let mut verdict = [0; VERDICT_BYTES];
+        verdict.copy_from_slice(bytes);
+        let theirs = parse_protect(self.transcript[HELLO_BYTES + PROTECT_AT])?;
+        read_verdict(&self.secret, &self.transcript, &verdict, theirs)?;
+        Ok(Some(self.secret.session(&self.transcript, Side::Dialer)))
+    }
+}
+
+/// The listener's side, likewise.
+#[derive(Debug)]
+pub struct Answering {
+    secret: Secret,
+    said: Vec<u8>,
+    claim: Option<Claim>,
+}
+
+impl Answering {
+    pub fn new(secret: &Secret) -> Self {
+        Self { secret: secret.clone(), said: vec![], claim: None }
+    }
+
+    /// How many bytes to read next. A stranger may say less than a hello, and wait; eight bytes tell.
+    pub fn needs(&self) -> usize {
+        match self.said.len() {
+            0 => MAGIC.len(),
+            heard if heard < HELLO_BYTES => HELLO_BYTES - heard,
+            _ => PROOF_BYTES,
+        }
+    }
+
+    /// Takes as many bytes as it [needs](Self::needs). What is in `out` is to be written even where this fails.
+    pub fn take(
+        &mut self,
+        bytes: &[u8],
+        out: &mut Vec<u8>,
+        admit: impl FnOnce(Claim) -> Result<(), Refusal>,
+    ) -> Result<Option<(Claim, Session)>, AuthError> {
+        let Some(claim) = self.claim else {
+            self.said.extend_from_slice(bytes);
+            self.claim = self.hear_hello(out)?;
+            return Ok(None);
+        };
+        let mut proof = [0; PROOF_BYTES];
+        proof.copy_from_slice(bytes);
+        // blake3's hashes compare in constant time.
+        let known = self.secret.prove("dialer", &self.said) == blake3::Hash::from_bytes(proof);
+        let (theirs, ours) = (parse_protect(self.said[PROTECT_AT])?, self.secret.1);
+        let decided = match known {
+            false => Err(Refusal::WrongSecret),
+            true if theirs != ours => Err(Refusal::Protection { theirs, ours }),
+            true => admit(claim),
+        };
+        out.extend_from_slice(&verdict(&self.secret, &self.said, decided));
+        match decided {
+            Ok(()) => Ok(Some((claim, self.secret.session(&self.said, Side::Listener)))),
+            Err(why) => Err(AuthError::Refused { claim: Some(claim), why }),
+        }
+    }
+
+    fn hear_hello(&mut self, out: &mut Vec<u8>) -> Result<Option<Claim>, AuthError> {
+        check_magic(&self.said[..MAGIC.len()])?;
+        let Ok(hello) = <[u8; HELLO_BYTES]>::try_from(self.said.as_slice()) else { return Ok(None) };
+        // Somebody of another version is told ours, so that they can say what is wrong.
+        let mut challenge = challenge(random_bytes()?);
+        challenge[PROTECT_AT] = self.secret.1.code();
+        out.extend_from_slice(&challenge);
+        let claim = parse_hello(&hello)?;
+        parse_protect(hello[PROTECT_AT])?;
+        self.said.extend_from_slice(&challenge);
+        Ok(Some(claim))
+    }
+}
+
+/// The dialer's side, on a stream that blocks: proves itself, and that the listener knows the secret too.
 pub fn dial(
     stream: &mut impl Stream,
     secret: &Secret,
     claim: Claim,
     deadline: Deadline,
-) -> Result<(), AuthError> {
-    dial_session(stream, secret, claim, deadline).map(|_| ())
-}
-
-/// The same, for what is to be protected afterwards.
-pub fn dial_session(
-    stream: &mut impl Stream,
-    secret: &Secret,
-    claim: Claim,
-    deadline: Deadline,
 ) -> Result<Session, AuthError> {
-    let mut hello = hello(claim, random_bytes()?);
-    hello[PROTECT_AT] = secret.1.code();
-    write_all_by(stream, &hello, deadline)?;
-    let mut challenge = [0; CHALLENGE_BYTES];
-    read_exact_by(stream, &mut challenge, deadline)?;
-    check_greeting(&challenge)?;
-    let theirs = parse_protect(challenge[PROTECT_AT])?;
-    let transcript = [&hello[..], &challenge[..]].concat();
-    write_all_by(stream, secret.prove("dialer", &transcript).as_bytes(), deadline)?;
-    let mut verdict = [0; VERDICT_BYTES];
-    read_exact_by(stream, &mut verdict, deadline)?;
-    read_verdict(secret, &transcript, &verdict, theirs)?;
-    Ok(secret.session(&transcript, Side::Dialer))
+    let mut out = vec![];
+    let mut dialing = Dialing::start(secret, claim, &mut out)?;
+    loop {
+        write_all_by(stream, &std::mem::take(&mut out), deadline)?;
+        let mut bytes = vec![0; dialing.needs()];
+        read_exact_by(stream, &mut bytes, deadline)?;
+        if let Some(session) = dialing.take(&bytes, &mut out)? {
+            return Ok(session);
+        }
+    }
 }
 
-/// The listener's side. `admit` decides about somebody who has proven to know the secret.
+/// The listener's side, on a stream that blocks. `admit` decides about somebody who has proven to know the secret.
 pub fn answer(
     stream: &mut impl Stream,
     secret: &Secret,
     deadline: Deadline,
-    admit: impl FnOnce(Claim) -> Result<(), Refusal>,
-) -> Result<Claim, AuthError> {
-    answer_session(stream, secret, deadline, admit).map(|(claim, _)| claim)
-}
-
-/// The same, for what is to be protected afterwards.
-pub fn answer_session(
-    stream: &mut impl Stream,
-    secret: &Secret,
-    deadline: Deadline,
-    admit: impl FnOnce(Claim) -> Result<(), Refusal>,
+    admit: impl Fn(Claim) -> Result<(), Refusal>,
 ) -> Result<(Claim, Session), AuthError> {
-    let mut hello = [0; HELLO_BYTES];
-    let (magic, rest) = hello.split_at_mut(MAGIC.len());
-    read_exact_by(stream, magic, deadline)?;
-    // A stranger may say less than a hello, and wait; eight bytes tell.
-    check_magic(magic)?;
-    read_exact_by(stream, rest, deadline)?;
-    // Somebody of another version is told ours, so that they can say what is wrong.
-    let mut challenge = challenge(random_bytes()?);
-    challenge[PROTECT_AT] = secret.1.code();
-    let claim = match parse_hello(&hello) {
-        Err(error @ AuthError::WrongVersion { .. }) => {
-            write_all_by(stream, &challenge, deadline)?;
-            return Err(error);
+    let mut answering = Answering::new(secret);
+    loop {
+        let mut bytes = vec![0; answering.needs()];
+        read_exact_by(stream, &mut bytes, deadline)?;
+        let mut out = vec![];
+        let taken = answering.take(&bytes, &mut out, &admit);
+        write_all_by(stream, &out, deadline)?;
+        if let Some(known) = taken? {
+            return Ok(known);
         }
-        parsed => parsed?,
-    };
-    let theirs = parse_protect(hello[PROTECT_AT])?;
-    write_all_by(stream, &challenge, deadline)?;
-    let mut proof = [0; PROOF_BYTES];
-    read_exact_by(stream, &mut proof, deadline)?;
-    let transcript = [&hello[..], &challenge[..]].concat();
-    // blake3's hashes compare in constant time.
-    let known = secret.prove("dialer", &transcript) == blake3::Hash::from_bytes(proof);
-    let decided = match known {
-        false => Err(Refusal::WrongSecret),
-        true if theirs != secret.1 => Err(Refusal::Protection { theirs, ours: secret.1 }),
-        true => admit(claim),
-    };
-    write_all_by(stream, &verdict(secret, &transcript, decided), deadline)?;
-    match decided {
-        Ok(()) => Ok((claim, secret.session(&transcript, Side::Listener))),
-        Err(why) => Err(AuthError::Refused { claim: Some(claim), why }),
     }
 }
 
@@ -414,7 +509,7 @@ mod tests {
         std::thread::scope(|scope| {
             let dialing = scope.spawn(move || dial(&mut a, dialer, CLAIM, soon()));
             let answered = answer(&mut b, listener, soon(), |_| admit);
-            (dialing.join().unwrap(), answered)
+            (dialing.join().unwrap().map(|_| ()), answered.map(|(claim, _)| claim))
         })
     }
 
@@ -499,12 +594,44 @@ mod tests {
         assert!(Secret::from_text("short").unwrap_err().to_string().contains("5 B is too short"));
     }
 
+    fn place(launcher: &'static str, addr: &str) -> Place {
+        let (rank, world, local_rank, local_world) = (Rank(0), 2, 0, None);
+        Place { rank, world, local_rank, local_world, master_addr: addr.into(), master_port: 1, launcher }
+    }
+
+    #[test]
+    fn a_name_that_others_can_guess_is_no_secret_beyond_this_host() {
+        let vars =
+            |pairs: &[(&str, &str)]| pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
+        let slurm: Variables = vars(&[("SLURM_JOB_ID", "4711"), ("SLURM_STEP_ID", "0")]);
+        let run = vars(&[("TORCHELASTIC_RUN_ID", "none"), ("MASTER_PORT", "29500")]);
+        let pmi = vars(&[("PMI_JOBID", "7")]);
+        for (launcher, variables) in [("Slurm", &slurm), ("torchrun", &run), ("PMI", &pmi)] {
+            for addr in ["node1", "10.0.0.1", "0.0.0.0", "::"] {
+                let error = Secret::of_job(&place(launcher, addr), variables).unwrap_err().to_string();
+                let expected =
+                    format!("the job that {launcher} started has no secret, and its ranks meet at {addr}");
+                assert!(error.starts_with(&expected) && error.contains("openssl rand -hex 32"), "{error}");
+            }
+            for addr in ["127.0.0.1", "::1", "localhost"] {
+                let (_, note) = Secret::of_job(&place(launcher, addr), variables).unwrap();
+                assert!(note.unwrap().starts_with("note: no CROSSMESH_SECRET was given"));
+            }
+        }
+        // One that was given, or drawn by lot, serves everywhere.
+        let given = vars(&[(SECRET_VARIABLE, "sixteen letters at least")]);
+        assert_eq!(Secret::of_job(&place("Slurm", "node1"), &given).unwrap().1, None);
+        let lot = vars(&[("OMPI_MCA_orte_precondition_transports", "86154f6ac897253a-70a91866e5cbe81e")]);
+        assert_eq!(Secret::of_job(&place("OpenMPI", "node1"), &lot).unwrap().1, None);
+    }
+
     proptest! {
         #[test]
         fn garbage_never_gets_in(mut bytes in proptest::collection::vec(any::<u8>(), 0..200), ours: bool) {
             if ours && bytes.len() >= 12 {
                 bytes[..8].copy_from_slice(&MAGIC);
-                bytes[8..11].copy_from_slice(&[1, 0, 1]);
+                bytes[8..10].copy_from_slice(&WIRE_VERSION.to_le_bytes());
+                bytes[10] = 1;
             }
             let (mut a, b) = UnixStream::pair().unwrap();
             a.write_all(&bytes).unwrap();

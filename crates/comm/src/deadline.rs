@@ -2,12 +2,9 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
-
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 
 /// A socket's own clock is coarse; shorter waits than this would be none.
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
@@ -26,13 +23,12 @@ impl Deadline {
 
     /// The earlier of this one and one `allowed` from now.
     pub fn or_after(self, allowed: Duration) -> Self {
-        let other = Self::after(allowed);
-        if other.at < self.at { other } else { self }
+        self.or_before(Self::after(allowed))
     }
 
-    /// Somewhat later.
-    pub fn plus(self, more: Duration) -> Self {
-        Self { at: self.at + more, allowed: self.allowed + more }
+    /// The earlier of the two.
+    pub fn or_before(self, other: Self) -> Self {
+        if other.at < self.at { other } else { self }
     }
 
     /// The time left, or none.
@@ -43,6 +39,11 @@ impl Deadline {
 
     pub fn passed(self) -> bool {
         self.left().is_none()
+    }
+
+    /// How long ago it was set.
+    pub fn elapsed(self) -> Duration {
+        now().saturating_duration_since(self.at.checked_sub(self.allowed).unwrap_or(self.at))
     }
 
     /// How long was allowed, for messages.
@@ -83,38 +84,6 @@ pub enum Socket {
 }
 
 impl Socket {
-    pub fn try_clone(&self) -> io::Result<Self> {
-        Ok(match self {
-            Socket::Tcp(stream) => Socket::Tcp(stream.try_clone()?),
-            Socket::Unix(stream) => Socket::Unix(stream.try_clone()?),
-        })
-    }
-
-    /// Ends both directions; a thread that reads from a clone wakes up.
-    pub fn shut_down(&self) {
-        // It may be closed already; then there is nothing to end.
-        let _ = match self {
-            Socket::Tcp(stream) => stream.shutdown(std::net::Shutdown::Both),
-            Socket::Unix(stream) => stream.shutdown(std::net::Shutdown::Both),
-        };
-    }
-
-    /// Waits until there is something to read, or the end of the connection. A process that was stopped meanwhile looks
-    /// once more before it says no.
-    pub fn is_readable_within(&self, limit: Duration) -> io::Result<bool> {
-        let fd = match self {
-            Socket::Tcp(stream) => stream.as_fd(),
-            Socket::Unix(stream) => stream.as_fd(),
-        };
-        let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
-        let ready = |limit: &Timespec| poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(limit));
-        match ready(&limit) {
-            Ok(0) => Ok(ready(&Timespec { tv_sec: 0, tv_nsec: 0 })? > 0),
-            Ok(_) | Err(Errno::INTR) => Ok(true),
-            Err(errno) => Err(errno.into()),
-        }
-    }
-
     /// Blocking calls without a time limit, as a stream is when it is new.
     pub fn without_timeouts(self) -> io::Result<Self> {
         match &self {
@@ -122,6 +91,15 @@ impl Socket {
             Socket::Unix(stream) => stream.set_read_timeout(None).and(stream.set_write_timeout(None)),
         }?;
         Ok(self)
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Socket::Tcp(stream) => stream.as_fd(),
+            Socket::Unix(stream) => stream.as_fd(),
+        }
     }
 }
 
@@ -175,6 +153,15 @@ pub fn read_exact_by(
         buf = &mut buf[read..];
     }
     Ok(())
+}
+
+/// Reads what is there, at least a byte.
+pub fn read_some_by(
+    stream: &mut impl Stream,
+    buf: &mut [u8],
+    deadline: Deadline,
+) -> Result<usize, StreamError> {
+    once_by(stream, deadline, |stream| stream.read(buf))
 }
 
 /// Writes all of `buf`, or says why not.

@@ -9,8 +9,11 @@
 //! first. Where the ranks meet is in [`meeting`]. It is a pure function of the variables, so tests need no processes.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use crossmesh_core::id::Rank;
+
+use crate::rendezvous::Late;
 
 mod meeting;
 mod nodelist;
@@ -190,6 +193,12 @@ fn bad(variable: &str, value: impl ToString, what: &'static str) -> EnvironmentE
 }
 
 impl Place {
+    /// Whether the ranks meet where no other host can come.
+    pub fn is_on_loopback(&self) -> bool {
+        let ip: Result<std::net::IpAddr, _> = self.master_addr.parse();
+        ip.map_or(self.master_addr == "localhost", |ip| ip.is_loopback())
+    }
+
     /// The variables that say this again, in torchrun's names.
     pub fn to_variables(&self) -> Variables {
         let mut variables = Variables::new();
@@ -212,6 +221,42 @@ pub const HOST_VARIABLE: &str = "CROSSMESH_HOST";
 
 /// The name of the variable by which our own launcher is told from torchrun, whose other variables it sets.
 pub const LAUNCHER_VARIABLE: &str = "CROSSMESH_LAUNCHER";
+
+/// The name of the variable with the moment at which a launcher began to start a job: milliseconds since 1970.
+pub const STARTED_VARIABLE: &str = "CROSSMESH_STARTED_MS";
+
+/// How long after its job this process was started, and has come so far, where the launcher says. Clocks of hosts differ
+/// a little, and who is early is on time.
+pub fn late(variables: &Variables) -> Option<Late> {
+    let started_ms: u64 = variables.get(STARTED_VARIABLE)?.trim().parse().ok()?;
+    let came = Duration::from_millis(now_ms().saturating_sub(started_ms));
+    let age = Duration::from_millis(process_age_ms().unwrap_or(0));
+    let idle = age.saturating_sub(busy().unwrap_or(age));
+    Some(Late { started: came.saturating_sub(age), came, idle })
+}
+
+/// How long this thread has run, or waited for a processor.
+fn busy() -> Option<Duration> {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+    let mut numbers = text.split_whitespace().map(|n| n.parse::<u64>().ok());
+    Some(Duration::from_nanos(numbers.next()?? + numbers.next()??))
+}
+
+/// How long this process has been running: the 22nd number of its `stat`, behind its name, counts in hundredths of a
+/// second from the machine's start.
+fn process_age_ms() -> Option<u64> {
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    let started: u64 = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let now_ms = now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000;
+    Some(now_ms.saturating_sub(started * 10))
+}
+
+/// What a launcher puts into [`STARTED_VARIABLE`].
+pub fn now_ms() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
+    now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
+}
 
 /// Ranks with the same answer share memory.
 pub fn host_name(variables: &Variables) -> String {
@@ -322,7 +367,7 @@ mod tests {
         assert!(why(&[("RANK", "0"), ("WORLD_SIZE", "0")]).starts_with("WORLD_SIZE=0 is not a number"));
         assert!(why(&[("RANK", "0"), ("WORLD_SIZE", "2")]).contains("MASTER_ADDR is not set"));
         let port = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "70000")];
-        assert_eq!(why(&port), "MASTER_PORT=70000 is not a port from 0 to 65535");
+        assert_eq!(why(&port), "MASTER_PORT=70000 is not a port from 1 to 65535");
         let flags = Flags { rank: Some(0), world: Some(1), master: Some("nowhere".into()) };
         assert!(place(&flags, &vars(&[])).unwrap_err().to_string().starts_with("--master=nowhere is not"));
     }

@@ -31,10 +31,6 @@ pub enum CommError {
         "{me}'s own end of its connection to {peer} is closed, during {op} of tensor {tensor}, {bytes} B outstanding"
     )]
     BrokenHere { me: Rank, peer: Rank, op: String, tensor: String, bytes: u64 },
-    #[error(
-        "{me} (host {host}) is cut off: no peer of another host is heard; {op} of tensor {tensor}, {bytes} B outstanding, nothing moved for {waited_ms} ms"
-    )]
-    CutOff { me: Rank, host: String, op: String, tensor: String, bytes: u64, waited_ms: u64 },
     /// Another rank found out first.
     #[error("{me} stops because of {culprit} (host {host}): {reason}")]
     Aborted { me: Rank, culprit: Rank, host: String, reason: String },
@@ -55,7 +51,7 @@ impl CommError {
             | CommError::PeerLost { peer, .. }
             | CommError::Protocol { peer, .. } => Some(*peer),
             CommError::Aborted { culprit, .. } | CommError::Interrupted { culprit, .. } => Some(*culprit),
-            CommError::CutOff { me, .. } | CommError::BrokenHere { me, .. } => Some(*me),
+            CommError::BrokenHere { me, .. } => Some(*me),
             _ => None,
         }
     }

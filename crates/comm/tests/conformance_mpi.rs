@@ -125,7 +125,7 @@ mod stops {
         let options = ExecuteOptions { engine, repeat: 2, ..options(Kind::Mpi) };
         let mut barrier = |_: Gate| {
             let aborted = |error| match error {
-                RendezvousError::Aborted(Abort { culprit, host, text }) => {
+                RendezvousError::Aborted(Abort { culprit, host, text, .. }) => {
                     CommError::Aborted { me, culprit, host, reason: text }
                 }
                 other => panic!("{other}"),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::auth::{SECRET_VARIABLE, Secret};
 use crossmesh_comm::environment::{
-    DEFAULT_PORT, HOST_VARIABLE, LAUNCHER_VARIABLE, Place, Variables, variables,
+    DEFAULT_PORT, HOST_VARIABLE, LAUNCHER_VARIABLE, Place, STARTED_VARIABLE, Variables, now_ms, variables,
 };
 use crossmesh_comm::lab::emulate::{Emulation, NicRate};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source, remote_command};
@@ -21,7 +21,8 @@ use crate::commands::run::protection;
 use crate::rates::NicRates;
 
 /// Others may finish a word after the first failure, and save what they have when they are asked to end.
-const GRACE: Grace = Grace { after_failure: Duration::from_millis(200), after_term: Duration::from_secs(5) };
+const GRACE: Grace =
+    Grace { after_failure: Duration::from_millis(200), after_term: Duration::from_secs(5), to_finish: None };
 
 /// Start a program once for every rank, with its rank in the environment, as torchrun does.
 #[derive(Debug, clap::Args)]
@@ -50,7 +51,7 @@ pub struct Args {
     #[arg(long, value_name = "RATE", requires = "per_host")]
     emulate: Option<String>,
     /// Where ranks meet, on the first host [default: a free port here, 29500 elsewhere]
-    #[arg(long, value_name = "PORT")]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
     /// What ranks do to frames between hosts: `none` (checksums), `sign` (nobody can change them) or `encrypt` (nor read them);
     /// they get it in CROSSMESH_PROTECT [default: what that says here, or none]
@@ -153,6 +154,7 @@ fn process(args: &Args, hosts: &Hosts, rank: Rank, secret: &Secret) -> Result<Pr
     let mut env: Variables = place.to_variables();
     env.insert("GROUP_RANK".into(), host.to_string());
     env.insert(LAUNCHER_VARIABLE.into(), "crossmesh".into());
+    env.insert(STARTED_VARIABLE.into(), now_ms().to_string());
     env.insert(SECRET_VARIABLE.into(), secret.to_hex());
     env.insert(PROTECT_VARIABLE.into(), protection(args.protect)?.to_string());
     if let Some(name) = hosts.remote.get(host) {
@@ -160,7 +162,7 @@ fn process(args: &Args, hosts: &Hosts, rank: Rank, secret: &Secret) -> Result<Pr
         if rsh.is_empty() {
             bail!("--rsh is empty\nhint: leave it out to use ssh");
         }
-        return Ok(remote_command(rank, &rsh, name, &env, &args.command));
+        return Ok(remote_command(rank, &rsh, name, &env, &args.command)?);
     }
     if hosts.emulation.is_some() {
         env.insert(HOST_VARIABLE.into(), format!("h{host}"));

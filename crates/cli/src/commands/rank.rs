@@ -90,8 +90,9 @@ pub fn run(args: &Args) -> Result<Answer> {
     let ending = Ending::new(|abort| say(&Said::Abort(abort.clone())));
     let roster: BTreeSet<Rank> = task.ranks().into_iter().collect();
     let (rank, first) = (place.rank, roster.first() == Some(&place.rank));
-    let (host, patience) = (host_name(&variables), patience(arrive, args.deadline_ms));
-    let mut meeting = OverSockets::meet(place, &host, roster, secret, patience, log(), ending.on_abort())?;
+    let (host, patience) = (host_name(&variables), patience(&place, &variables, arrive, args.deadline_ms));
+    let met = OverSockets::meet(place, &host, roster, secret, patience, log(), ending.on_news());
+    let mut meeting = met.map_err(|error| ending.not_met(error))?;
     let part = Part {
         task: &task,
         rank,
@@ -101,13 +102,13 @@ pub fn run(args: &Args) -> Result<Answer> {
         trace: args.records.is_some(),
         interrupt: ending.interrupt.clone(),
     };
-    let links = part.connect(&mut meeting, arrive)?;
     let on_round = |round| {
         if first {
             say(&Said::Round(round));
         }
     };
-    match part.take(&mut meeting, links, on_round) {
+    let connected = part.connect(&mut meeting, Deadline::after(Duration::from_millis(args.arrive_ms)));
+    match connected.and_then(|links| part.take(&mut meeting, links, on_round)) {
         Ok(mut summary) => {
             let verified = summary.verified;
             if let Some(folder) = &args.records {

@@ -16,6 +16,7 @@ pub mod overlap;
 pub mod rank;
 mod save;
 pub mod steps;
+mod stop;
 pub mod timeline;
 
 use std::path::PathBuf;

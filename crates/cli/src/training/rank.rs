@@ -15,6 +15,7 @@ use crossmesh_train::runtime::{Feed, Links, Samples, TrainError, Trainer, Traine
 use super::Training;
 use super::note::StepNote;
 use super::save::Saver;
+use super::stop::Stop;
 
 /// Trains on this rank until the last step.
 pub fn execute(
@@ -67,6 +68,7 @@ fn run<T: Scalar + Element>(
     if let Some(folder) = &training.doc.resume {
         saver.load(trainer, Path::new(folder))?;
     }
+    let mut stop = Stop::new(rank, &saver)?;
     barrier(Gate::Start)?;
     let steps = training.config.train.steps;
     let (mut seconds, mut sent, mut received) = (0.0, 0, 0);
@@ -76,6 +78,10 @@ fn run<T: Scalar + Element>(
         (sent, received) = (record.bytes_sent, record.bytes_received);
         (training.on_step)(StepNote::new(rank, &record, record.step + 1 == steps));
         saver.after_step(training, trainer)?;
+        if stop.is_agreed(&saver, trainer, record.times.step)? {
+            saver.save_now(training, trainer)?;
+            break;
+        }
     }
     saver.finish(trainer)?;
     Ok(RankReport {

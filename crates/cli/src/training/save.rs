@@ -3,11 +3,15 @@
 //! ```text
 //! step k     every rank copies what it writes, and a thread of its own writes it
 //! step k+1.. between steps, ranks tell each other whether they are through
-//!            all are: their reports go to the first rank, which makes the checkpoint complete
+//!            all are: their reports go to the first rank, where another thread makes the checkpoint complete
 //! ```
+//!
+//! Nobody waits for a disk without a word: while there is nothing else to do, ranks go on telling each other how far they are.
 
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use crossmesh_comm::collectives::{CallError, Element, GroupId};
 use crossmesh_core::id::Rank;
@@ -36,6 +40,8 @@ pub struct Saver {
     place: StageRank,
     sharding: Sharding,
     pending: Option<Pending>,
+    /// The step of the last save that was started.
+    saved: Option<u64>,
 }
 
 /// A save that is under way.
@@ -44,7 +50,15 @@ struct Pending {
     writing: Option<Writing>,
     /// There once this rank has written its part.
     report: Vec<u8>,
+    /// All ranks have written theirs; on the first one it is being made complete.
+    committing: Option<Option<Committing>>,
 }
+
+/// A thread that makes a checkpoint complete; what it has to remark.
+type Committing = JoinHandle<Result<Option<String>, CheckpointError>>;
+
+/// Between two looks at a disk.
+const LOOK: Duration = Duration::from_millis(5);
 
 impl Saver {
     pub fn new<T: Scalar + Element>(training: &Training, trainer: &mut Trainer<T>) -> Result<Self, Trouble> {
@@ -65,6 +79,7 @@ impl Saver {
             place: place(job, rank)?,
             sharding: if job.update.zero { Sharding::AlongDp } else { Sharding::Replicated },
             pending: None,
+            saved: None,
         })
     }
 
@@ -104,6 +119,20 @@ impl Saver {
         }
     }
 
+    /// Whether there are checkpoints at all.
+    pub fn is_on(&self) -> bool {
+        self.every > 0
+    }
+
+    /// Saves this step, unless that is under way.
+    pub fn save_now<T: Scalar + Element>(
+        &mut self,
+        training: &Training,
+        trainer: &mut Trainer<T>,
+    ) -> Result<(), Trouble> {
+        if self.saved == Some(trainer.steps()) { Ok(()) } else { self.start(training, trainer) }
+    }
+
     /// After the last step: what was written has to be complete.
     pub fn finish<T: Scalar + Element>(&mut self, trainer: &mut Trainer<T>) -> Result<(), Trouble> {
         self.go_on(trainer, true)
@@ -118,7 +147,9 @@ impl Saver {
         self.go_on(trainer, true)?;
         let snapshot = self.snapshot(training, trainer)?;
         let facts = facts(training, trainer.steps());
-        self.pending = Some(Pending { facts, writing: Some(self.store.write(snapshot)), report: vec![] });
+        let writing = Some(self.store.write(snapshot));
+        self.pending = Some(Pending { facts, writing, report: vec![], committing: None });
+        self.saved = Some(trainer.steps());
         Ok(())
     }
 
@@ -151,19 +182,69 @@ impl Saver {
         draft.finish()
     }
 
-    /// Makes a save complete if all ranks have written their part; or waits until they have.
+    /// Takes a save a step further where all ranks are through with the one before; or waits until it is complete.
     fn go_on<T: Scalar + Element>(&mut self, trainer: &mut Trainer<T>, wait: bool) -> Result<(), Trouble> {
-        let Some(pending) = &mut self.pending else { return Ok(()) };
-        if let Some(writing) = pending.writing.take_if(|writing| wait || writing.is_finished()) {
+        while let Some(pending) = &mut self.pending {
+            let went_on = match pending.committing {
+                None => self.collect(trainer)?,
+                Some(_) => self.complete(trainer)?,
+            };
+            match (went_on, wait) {
+                (true, _) => {}
+                (false, false) => return Ok(()),
+                (false, true) => std::thread::sleep(LOOK),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether all have written their part: the first one then makes the checkpoint complete.
+    fn collect<T: Scalar + Element>(&mut self, trainer: &mut Trainer<T>) -> Result<bool, Trouble> {
+        let Some(pending) = &mut self.pending else { return Ok(false) };
+        if let Some(writing) = pending.writing.take_if(|writing| writing.is_finished()) {
             pending.report = writing.report();
         }
         let mine = if pending.writing.is_some() { -1 } else { pending.report.len() as i64 };
         let report = pending.report.clone();
-        let Some(reports) = self.gather(trainer, mine, &report)? else { return Ok(()) };
-        if let Some(pending) = self.pending.take().filter(|_| self.ranks.first() == Some(&self.rank)) {
-            self.store.commit(&pending.facts, &reports)?;
+        let Some(reports) = self.gather(trainer, mine, &report)? else { return Ok(false) };
+        let (store, first) = (self.store.clone(), self.ranks.first() == Some(&self.rank));
+        if let Some(pending) = &mut self.pending {
+            let facts = pending.facts.clone();
+            pending.committing = Some(if first { Some(commit(store, facts, reports)?) } else { None });
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Whether it is complete.
+    fn complete<T: Scalar + Element>(&mut self, trainer: &mut Trainer<T>) -> Result<bool, Trouble> {
+        let Some(Pending { committing: Some(committing), .. }) = &mut self.pending else { return Ok(false) };
+        if let Some(thread) = committing.take_if(|thread| thread.is_finished()) {
+            let panicked = |_| CheckpointError::Parts {
+                step: self.saved.unwrap_or(0),
+                what: "the thread that completes it panicked".into(),
+            };
+            let remark = thread.join().map_err(panicked)??;
+            remark.iter().for_each(|remark| crate::part::log()(remark));
+        }
+        let busy = i64::from(committing.is_some());
+        if self.exchange(trainer, &[busy])?.contains(&1) {
+            return Ok(false);
+        }
+        self.pending = None;
+        Ok(true)
+    }
+
+    /// What every rank has to tell, one after the other.
+    pub fn exchange<T: Scalar + Element>(
+        &self,
+        trainer: &mut Trainer<T>,
+        mine: &[i64],
+    ) -> Result<Vec<i64>, Trouble> {
+        let Some(world) = self.world else { return Ok(mine.to_vec()) };
+        let mut all = vec![0i64; mine.len() * self.ranks.len()];
+        let call = |error: CallError| Trouble::from(TrainError::from(error));
+        trainer.collectives().all_gather(world, mine, &mut all).map_err(call)?;
+        Ok(all)
     }
 
     /// Everybody's report, if all of them have one.
@@ -174,10 +255,9 @@ impl Saver {
         report: &[u8],
     ) -> Result<Option<Vec<Vec<u8>>>, Trouble> {
         let Some(world) = self.world else { return Ok((mine >= 0).then(|| vec![report.to_vec()])) };
+        let lengths = self.exchange(trainer, &[mine])?;
         let comm = trainer.collectives();
         let call = |error: CallError| Trouble::from(TrainError::from(error));
-        let mut lengths = vec![0i64; self.ranks.len()];
-        comm.all_gather(world, &[mine], &mut lengths).map_err(call)?;
         let longest = lengths.iter().copied().max().unwrap_or(0).max(0) as usize;
         if lengths.iter().any(|len| *len < 0) {
             return Ok(None);
@@ -189,6 +269,21 @@ impl Saver {
         let parts = all.chunks(longest.max(1)).zip(&lengths);
         Ok(Some(parts.map(|(part, len)| part[..*len as usize].to_vec()).collect()))
     }
+}
+
+/// On the first rank: makes a checkpoint complete beside training. That old ones could not be removed is worth a remark.
+fn commit(store: Store, facts: Facts, reports: Vec<Vec<u8>>) -> Result<Committing, CheckpointError> {
+    let step = facts.step;
+    let run = move || {
+        store.commit(&facts, &reports)?;
+        let pruned = store.prune();
+        Ok(pruned.err().map(|error| format!("warning: old checkpoints could not be removed: {error}")))
+    };
+    let thread = std::thread::Builder::new().name("commit".into()).spawn(run);
+    thread.map_err(|cause| CheckpointError::Parts {
+        step,
+        what: format!("no thread could be started to complete it: {cause}"),
+    })
 }
 
 fn place(job: &Job, rank: Rank) -> Result<StageRank, Trouble> {

@@ -11,7 +11,6 @@
 //! The first to find out tells its peers, they tell theirs, and all end with the same name. Whoever knows more than the
 //! links tell, such as the rendezvous, ends the job by an [`Interrupt`].
 
-use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -166,10 +165,6 @@ impl Engine {
             return Ok(());
         }
         let (op, tensor, bytes) = self.outstanding(*suspect);
-        if self.is_cut_off() {
-            let waited_ms = self.options.deadline_ms;
-            return Err(CommError::CutOff { me, host: self.host(me), op, tensor, bytes, waited_ms });
-        }
         let (peer, host, cause) = (*suspect, self.host(*suspect), why.clone());
         Err(CommError::PeerLost { me, peer, host, op, tensor, bytes, cause })
     }
@@ -223,19 +218,7 @@ impl Engine {
     fn timeout(&self, peer: Rank, culprit: Rank, waited_ns: u64) -> CommError {
         let (op, tensor, bytes) = self.outstanding(peer);
         let (me, waited_ms) = (self.me, waited_ns / MS);
-        if self.is_cut_off() {
-            return CommError::CutOff { me, host: self.host(me), op, tensor, bytes, waited_ms };
-        }
         CommError::Timeout { me, peer: culprit, host: self.host(culprit), op, tensor, bytes, waited_ms }
-    }
-
-    /// Whether nobody of any other host is heard, and there are several of these: what they share is the way to us.
-    fn is_cut_off(&self) -> bool {
-        let now = self.clock.now_ns();
-        let home = self.host(self.me);
-        let far = || self.peers.iter().filter(|p| !p.lost && self.host(p.rank) != home);
-        let hosts: BTreeSet<String> = far().map(|p| self.host(p.rank)).collect();
-        hosts.len() > 1 && far().all(|p| now.saturating_sub(p.heard_ns) > SILENT_NS)
     }
 
     /// What this rank still expects of a peer: the oldest op, or else the next, its tensor, and its bytes.

@@ -103,7 +103,7 @@ pub(super) fn master(
     }
     let port = port(variables, launcher)?;
     if let Some(addr) = variables.get("MASTER_ADDR").filter(|addr| !addr.trim().is_empty()) {
-        return Ok((addr.trim().into(), port));
+        return Ok((bare(addr).into(), port));
     }
     if all_here {
         return Ok(("127.0.0.1".into(), port));
@@ -118,16 +118,26 @@ pub(super) fn master(
 }
 
 fn host_and_port(variable: &str, text: &str) -> Result<(String, u16), EnvironmentError> {
-    let parsed = text.trim().rsplit_once(':').and_then(|(addr, port)| Some((addr, port.parse().ok()?)));
+    let parsed = text.trim().rsplit_once(':').and_then(|(addr, port)| Some((addr, port_number(port)?)));
     let (addr, port) = parsed.ok_or_else(|| bad(variable, text, "HOST:PORT, such as 10.0.0.1:29500"))?;
-    Ok((addr.trim_matches(['[', ']']).into(), port))
+    Ok((bare(addr).into(), port))
+}
+
+/// An address without the brackets that IPv6 wears beside a port.
+fn bare(addr: &str) -> &str {
+    addr.trim().trim_matches(['[', ']'])
+}
+
+/// Port 0 is any port: nobody could meet there.
+fn port_number(text: &str) -> Option<u16> {
+    text.trim().parse().ok().filter(|port| *port != 0)
 }
 
 fn port(variables: &Variables, launcher: &str) -> Result<u16, EnvironmentError> {
     let given = match variables.get("MASTER_PORT") {
         None => None,
         Some(text) => {
-            Some(text.trim().parse().map_err(|_| bad("MASTER_PORT", text, "a port from 0 to 65535"))?)
+            Some(port_number(text).ok_or_else(|| bad("MASTER_PORT", text, "a port from 1 to 65535"))?)
         }
     };
     let occupied = launcher == "torchrun" && variables.get(AGENT_STORE).is_some_and(|v| v == "True");
@@ -162,6 +172,21 @@ mod tests {
         assert_eq!(meet("torchrun", true, &pairs), ("::1".into(), 7));
         let why = master(&Flags::default(), &vars(&[(MASTER_VARIABLE, "x")]), "PMI", true).unwrap_err();
         assert_eq!(why.to_string(), "CROSSMESH_MASTER=x is not HOST:PORT, such as 10.0.0.1:29500");
+    }
+
+    #[test]
+    fn addresses_and_ports_are_what_ranks_can_meet_at() {
+        assert_eq!(
+            meet("torchrun", true, &[("MASTER_ADDR", "[::1]"), ("MASTER_PORT", "7")]),
+            ("::1".into(), 7)
+        );
+        for (pair, variable) in
+            [(("MASTER_PORT", "0"), "MASTER_PORT=0"), ((MASTER_VARIABLE, "a:0"), "CROSSMESH_MASTER=a:0")]
+        {
+            let why = master(&Flags::default(), &vars(&[("MASTER_ADDR", "a"), pair]), "torchrun", true)
+                .unwrap_err();
+            assert!(why.to_string().starts_with(variable), "{why}");
+        }
     }
 
     #[test]

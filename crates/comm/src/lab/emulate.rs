@@ -18,6 +18,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::launch::janitor::{Keeping, Kept, keep};
+
 /// Hosts that one address block and a patient person have room for.
 pub const MAX_HOSTS: usize = 250;
 const PREFIX: &str = "xm";
@@ -68,6 +70,8 @@ pub struct Emulation {
     hosts: usize,
     /// What hosts hand over at once, in bytes.
     piece: u32,
+    /// Should we be killed.
+    _kept: Vec<Keeping>,
 }
 
 impl Emulation {
@@ -83,7 +87,8 @@ impl Emulation {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("{PREFIX}{}.{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         // From here on, dropping it removes whatever is there already.
-        let emulation = Self { name, hosts: rates.len(), piece: piece_bytes(rates) };
+        let mut emulation = Self { name, hosts: rates.len(), piece: piece_bytes(rates), _kept: vec![] };
+        emulation._kept = emulation.namespaces().map(|name| keep(Kept::Namespace(name))).collect();
         emulation.add_namespaces()?;
         emulation.add_switch()?;
         for (host, rate) in rates.iter().enumerate() {

@@ -23,14 +23,16 @@ use crossmesh_core::id::Rank;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use crate::deadline::Deadline;
+use janitor::{Keeping, Kept, keep};
 
+pub mod janitor;
 mod output;
 mod remote;
 mod signals;
 
 pub use output::{Line, OnLine, Source};
 pub use remote::remote_command;
-pub use signals::{Signals, survive_file_limits};
+pub use signals::{Signals, asked_to_end, continued_ns, survive_file_limits};
 
 /// How often the launcher looks after its processes.
 const LOOK: Duration = Duration::from_millis(5);
@@ -41,6 +43,8 @@ pub struct Grace {
     pub after_failure: Duration,
     /// Between asking a process to end and ending it.
     pub after_term: Duration,
+    /// Where processes come to a good end when they are asked to (SIGTERM): for that.
+    pub to_finish: Option<Duration>,
 }
 
 /// A process to start.
@@ -65,6 +69,14 @@ pub enum LaunchError {
     CannotStart { rank: Rank, program: String, cause: io::Error },
     #[error("cannot enter namespace {namespace}: {cause}")]
     NoNamespace { namespace: String, cause: io::Error },
+    #[error(
+        "cannot follow what the processes print: {0}\nhint: are threads, memory or descriptors limited (ulimit -u, -v, -n)?"
+    )]
+    Output(io::Error),
+    #[error(
+        "`{0}` is no name of a host: it would be read as an option\nhint: host names begin with a letter or a digit"
+    )]
+    BadHost(String),
     #[error("cannot watch over signals: {0}")]
     Signals(io::Error),
 }
@@ -103,6 +115,8 @@ impl Outcome {
 /// Processes that end with this value.
 pub struct Job {
     running: BTreeMap<Rank, Child>,
+    /// Their groups, should we be killed.
+    groups: BTreeMap<Rank, Keeping>,
     ended: BTreeMap<Rank, ExitStatus>,
     output: output::Pumps,
     grace: Grace,
@@ -111,8 +125,10 @@ pub struct Job {
 impl Job {
     /// Starts all of them, or none. They end when the calling thread does.
     pub fn start(processes: Vec<Process>, on_line: OnLine, grace: Grace) -> Result<Self, LaunchError> {
+        raise_descriptor_limit();
         let mut job = Self {
             running: BTreeMap::new(),
+            groups: BTreeMap::new(),
             ended: BTreeMap::new(),
             output: output::Pumps::new(on_line),
             grace,
@@ -121,9 +137,12 @@ impl Job {
             let rank = process.rank;
             // On failure, dropping the job ends those that run already.
             let mut child = spawn(process)?;
-            job.output.follow(rank, &mut child);
+            job.groups.insert(rank, keep(Kept::Group(child.id())));
+            let followed = job.output.follow(rank, &mut child);
             job.running.insert(rank, child);
+            followed.map_err(LaunchError::Output)?;
         }
+        job.output.start().map_err(LaunchError::Output)?;
         Ok(job)
     }
 
@@ -146,7 +165,11 @@ impl Job {
         let outcome = loop {
             if let Some(signal) = signals.caught() {
                 self.signal_all(signal);
-                break Outcome::Signalled(signal);
+                break if self.finishes(signal, signals) {
+                    Outcome::Done
+                } else {
+                    Outcome::Signalled(signal)
+                };
             }
             match self.first_failure() {
                 Some(outcome) => break outcome,
@@ -160,8 +183,17 @@ impl Job {
             Outcome::Signalled(_) => self.reap_until(Deadline::after(self.grace.after_term), signals),
             Outcome::Done | Outcome::TimedOut => {}
         }
-        self.end_all();
+        self.end_all(signals);
         (outcome, std::mem::take(&mut self.ended))
+    }
+
+    /// Whether all come to a good end of their own, having been asked to.
+    fn finishes(&mut self, signal: i32, signals: &Signals) -> bool {
+        let Some(limit) = self.grace.to_finish.filter(|_| signal == signal_hook::consts::SIGTERM) else {
+            return false;
+        };
+        self.reap_until(Deadline::after(limit), signals);
+        self.running.is_empty() && self.ended.values().all(ExitStatus::success)
     }
 
     /// Reaps what has ended; the lowest rank among those that failed.
@@ -176,6 +208,7 @@ impl Job {
         let ended: Vec<Rank> = self.running.iter().filter(|(_, c)| has_ended(c)).map(|(r, _)| *r).collect();
         let ended: Vec<(Rank, ExitStatus)> =
             ended.into_iter().filter_map(|rank| Some((rank, reap(self.running.remove(&rank)?)?))).collect();
+        ended.iter().for_each(|(rank, _)| drop(self.groups.remove(rank)));
         self.ended.extend(ended.iter().copied());
         ended
     }
@@ -196,7 +229,7 @@ impl Job {
     }
 
     /// Asks, waits, and ends.
-    fn end_all(&mut self) {
+    fn end_all(&mut self, signals: &Signals) {
         self.running.values().for_each(|child| signal_group(child, Signal::TERM));
         let deadline = Deadline::after(self.grace.after_term);
         while !self.running.values().all(is_stopped) && !deadline.passed() {
@@ -205,8 +238,10 @@ impl Job {
         }
         for (rank, child) in std::mem::take(&mut self.running) {
             self.ended.extend(reap(child).map(|status| (rank, status)));
+            self.groups.remove(&rank);
         }
-        self.output.finish();
+        let before = signals.count();
+        self.output.finish(|| signals.count() > before);
     }
 }
 
@@ -216,6 +251,16 @@ impl Drop for Job {
             signal_group(&child, Signal::KILL);
             reap(child);
         }
+    }
+}
+
+/// Takes as many descriptors as the system allows: two for the output of every process, one for every connection. Where
+/// that is not enough, the call that fails says so.
+pub fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum {
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
     }
 }
 

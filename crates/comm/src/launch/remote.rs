@@ -8,7 +8,7 @@ use std::ffi::OsString;
 
 use crossmesh_core::id::Rank;
 
-use super::Process;
+use super::{LaunchError, Process};
 use crate::auth::SECRET_VARIABLE;
 
 /// The process that starts `command` on `host` by `rsh` (`ssh -o BatchMode=yes`, say).
@@ -18,7 +18,11 @@ pub fn remote_command(
     host: &str,
     env: &BTreeMap<String, String>,
     command: &[String],
-) -> Process {
+) -> Result<Process, LaunchError> {
+    // What reaches the host takes options, and not every such program knows `--`.
+    if !host.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_' || c == '[') {
+        return Err(LaunchError::BadHost(host.into()));
+    }
     let exports: Vec<String> = env
         .iter()
         .filter(|(name, _)| *name != SECRET_VARIABLE)
@@ -35,14 +39,14 @@ pub fn remote_command(
     let words = [host.to_string(), format!("exec sh -c {}", quote(&script))];
     let words = rsh.iter().skip(1).cloned().chain(words).map(OsString::from);
     let secret = env.get(SECRET_VARIABLE).map_or("", String::as_str);
-    Process {
+    Ok(Process {
         rank,
         program: rsh.first().map_or("ssh", String::as_str).into(),
         args: words.collect(),
         env: BTreeMap::new(),
         namespace: None,
         stdin: Some(format!("{secret}\n")),
-    }
+    })
 }
 
 /// A word as a shell reads it back.
@@ -67,10 +71,21 @@ mod tests {
     }
 
     #[test]
+    fn a_host_is_no_option() {
+        for host in ["-oProxyCommand=touch /tmp/x", "--", "", " a"] {
+            let error = remote_command(Rank(0), &["ssh".into()], host, &BTreeMap::new(), &[]).unwrap_err();
+            assert!(error.to_string().starts_with(&format!("`{host}` is no name of a host")), "{error}");
+        }
+        // user@host comes as it is.
+        assert!(remote_command(Rank(0), &["ssh".into()], "me@node7", &BTreeMap::new(), &[]).is_ok());
+    }
+
+    #[test]
     fn the_secret_is_in_no_argument() {
         let env = [("RANK", "3"), (SECRET_VARIABLE, "deadbeef")];
         let env = env.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
-        let process = remote_command(Rank(3), &["ssh".into()], "node7", &env, &["echo".into(), "a b".into()]);
+        let process =
+            remote_command(Rank(3), &["ssh".into()], "node7", &env, &["echo".into(), "a b".into()]).unwrap();
         let args: Vec<_> = process.args.iter().map(|a| a.to_string_lossy().into_owned()).collect();
         assert_eq!(args[0], "node7");
         assert!(args.iter().all(|arg| !arg.contains("deadbeef")), "{args:?}");

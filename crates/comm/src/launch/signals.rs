@@ -1,13 +1,14 @@
 //! Signals to the launcher, noted down to be looked at: the launcher ends its processes before it ends itself. And one
 //! that is better an error: see [`survive_file_limits`].
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
 use signal_hook::low_level::{register, unregister};
 
 use super::LaunchError;
+use crate::clock::{Clock, Monotonic};
 
 /// While this value exists, the signals that end a process are noted instead.
 pub struct Signals {
@@ -45,6 +46,31 @@ impl Signals {
     pub fn count(&self) -> usize {
         self.count.load(Ordering::SeqCst)
     }
+}
+
+/// Becomes true when somebody asks this process to end (SIGTERM). It does not end by itself from now on: it is to come to a
+/// good end, and soon.
+pub fn asked_to_end() -> Result<Arc<AtomicBool>, LaunchError> {
+    let asked = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register(SIGTERM, asked.clone()).map_err(LaunchError::Signals)?;
+    Ok(asked)
+}
+
+/// When this process was last continued after it had been stopped, by the machine's clock; 0 if it never was. By this it
+/// tells that it was stopped itself from a machine that stalled with everybody on it.
+pub fn continued_ns() -> Arc<AtomicU64> {
+    static LAST: OnceLock<Arc<AtomicU64>> = OnceLock::new();
+    let watch = || {
+        let last = Arc::new(AtomicU64::new(0));
+        let noted = last.clone();
+        #[expect(unsafe_code, reason = "signal handlers are")]
+        // SAFETY: the handler reads a clock and stores a number, which is allowed at any moment.
+        let registered =
+            unsafe { register(SIGCONT, move || noted.store(Monotonic.now_ns(), Ordering::SeqCst)) };
+        debug_assert!(registered.is_ok());
+        last
+    };
+    LAST.get_or_init(watch).clone()
 }
 
 /// A file, or a shared segment, that would be larger than the system allows (`ulimit -f`) is an error from now on. Without

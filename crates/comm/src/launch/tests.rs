@@ -11,7 +11,8 @@ fn signals() -> (Signals, MutexGuard<'static, ()>) {
     (Signals::watch().unwrap(), turn)
 }
 
-const PROMPT: Grace = Grace { after_failure: Duration::from_millis(100), after_term: Duration::from_secs(1) };
+const PROMPT: Grace =
+    Grace { after_failure: Duration::from_millis(100), after_term: Duration::from_secs(1), to_finish: None };
 
 fn shell(rank: u32, script: &str) -> Process {
     let args = vec!["-c".into(), script.into()];
@@ -56,6 +57,35 @@ fn output_comes_line_by_line_and_all_of_it() {
     let expected: Vec<String> =
         (0..3).flat_map(|r| ["err", "no-newline", "out"].map(|text| format!("[{r}] {text}"))).collect();
     assert_eq!(seen, expected);
+}
+
+/// A reader that is slower than any drain: everything arrives all the same.
+#[test]
+fn a_slow_reader_loses_no_line() {
+    let (signals, _turn) = signals();
+    let count = Arc::new(Mutex::new(0));
+    let sink = count.clone();
+    let slow: OnLine = Arc::new(move |_: Line<'_>| {
+        let mut count = sink.lock().unwrap();
+        *count += 1;
+        if *count == 1 {
+            std::thread::sleep(Duration::from_millis(1500));
+        }
+    });
+    let outcome = Job::start(vec![shell(0, "seq 1 18000")], slow, PROMPT).unwrap().wait(&signals, soon());
+    assert_eq!((outcome, *count.lock().unwrap()), (Outcome::Done, 18_000));
+}
+
+/// A process outside the group holds the pipe: nobody waits for it.
+#[test]
+fn a_pipe_that_somebody_else_holds_delays_nothing() {
+    let (signals, _turn) = signals();
+    let (sink, seen) = lines();
+    let job = Job::start(vec![shell(0, "setsid sleep 20 & echo $!")], sink, PROMPT).unwrap();
+    let outcome = job.wait(&signals, soon());
+    assert_eq!(outcome, Outcome::Done, "the deadline is shorter than the sleep");
+    let pid: i32 = seen.lock().unwrap()[0].split(' ').nth(1).unwrap().parse().unwrap();
+    let _ = rustix::process::kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
 }
 
 #[test]
@@ -132,7 +162,7 @@ fn a_remote_process_gets_its_environment_and_ends_with_its_input() {
     let env = env.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
     let command = ["sh", "-c", "echo $RANK $CROSSMESH_SECRET; exit 5"].map(String::from);
     let (sink, seen) = lines();
-    let process = remote_command(Rank(4), &rsh, "node7", &env, &command);
+    let process = remote_command(Rank(4), &rsh, "node7", &env, &command).unwrap();
     let outcome = Job::start(vec![process], sink, PROMPT).unwrap().wait(&signals, soon());
     assert_eq!((outcome.exit_code(), seen.lock().unwrap().join("|").as_str()), (5, "[4] 4 quite secret"));
 }
@@ -142,10 +172,11 @@ fn a_remote_process_ends_when_its_launcher_is_gone() {
     let (sink, seen) = lines();
     let rsh = ["sh".to_string(), "-c".into(), "exec sh -c \"$1\"".into()];
     let command = ["sh", "-c", "echo $$; sleep 60"].map(String::from);
-    let process = remote_command(Rank(0), &rsh, "node7", &BTreeMap::new(), &command);
+    let process = remote_command(Rank(0), &rsh, "node7", &BTreeMap::new(), &command).unwrap();
     let mut child = spawn(process).unwrap();
     let mut pumps = output::Pumps::new(sink);
-    pumps.follow(Rank(0), &mut child);
+    pumps.follow(Rank(0), &mut child).unwrap();
+    pumps.start().unwrap();
     let deadline = Deadline::after(Duration::from_secs(5));
     while seen.lock().unwrap().is_empty() && !deadline.passed() {
         std::thread::sleep(LOOK);

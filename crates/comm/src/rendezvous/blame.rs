@@ -1,20 +1,26 @@
-//! Who is at fault? Ranks report whom they waited for in vain, and the lobby knows who answers. In this order:
+//! Who is at fault? Ranks report whom they waited for in vain, and who leads the inquiry has everybody concerned looked
+//! for by several others. In this order:
 //!
 //! ```text
-//! a connection that ended without a word         that rank died
-//! nobody of any other host answers               our own host was cut off
-//! r0 waits for r1, r1 for r4, r4 does not answer   r4: the end of the chain, first of all if it is silent
-//! r0 waits for r1, r1 for r4, r4 failed            r4 too, in its own words
+//! a connection carried what no rank says                 who said it
+//! a connection that ended without a word, or a host
+//! that says nobody is there                              that rank died
+//! r1 and r2 both say that of each other                  the connection: no telling which end
+//! nobody of several other hosts can be reached           our own host was cut off
+//! nobody reaches r4                                      r4: stopped, or its host cut off
+//! r1 does not reach r2, others reach both                the way between them: no telling which end
+//! r0 waits for r1, r1 for r4, r4 answers                 r4: the end of the chain
 //! ```
 //!
 //! What a rank only heard from others does not count: the first hand is enough, and hearsay may come from the culprit.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::time::Duration;
 
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
+
+use super::message::Reach;
 
 /// What a rank has to say about a run that failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,101 +39,297 @@ pub struct Abort {
     pub culprit: Rank,
     pub host: String,
     pub text: String,
+    /// The other one that it may be, and its host, where there is no telling.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub or: Option<(Rank, String)>,
 }
+
+impl Abort {
+    pub fn new(culprit: Rank, host: impl Into<String>, text: impl Into<String>) -> Self {
+        Self { culprit, host: host.into(), text: text.into(), or: None }
+    }
+
+    /// One of two. The lower rank comes first, whoever says it.
+    pub fn either(a: (Rank, String), b: (Rank, String), text: impl Into<String>) -> Self {
+        let (first, second) = if a.0 <= b.0 { (a, b) } else { (b, a) };
+        Self { culprit: first.0, host: first.1, text: text.into(), or: Some(second) }
+    }
+}
+
+impl Abort {
+    /// Without signs that a terminal would obey, and not too long: it may come from anybody who knows the secret.
+    pub(super) fn plain(self) -> Self {
+        let plain = |text: String| -> String {
+            text.chars().take(MAX_TEXT).map(|c| if c.is_control() { ' ' } else { c }).collect()
+        };
+        let or = self.or.map(|(rank, host)| (rank, plain(host)));
+        Self { culprit: self.culprit, host: plain(self.host), text: plain(self.text), or }
+    }
+}
+
+/// More is not read by anybody.
+const MAX_TEXT: usize = 4096;
 
 impl fmt::Display for Abort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} on {} {}", self.culprit, self.host, self.text)
+        let Self { culprit, host, text, or } = self;
+        match or {
+            None => write!(f, "{culprit} on {host} {text}"),
+            Some((or, there)) => {
+                write!(f, "cannot tell between {culprit} on {host} and {or} on {there}: {text}")
+            }
+        }
     }
 }
 
+const MS: u64 = 1_000_000;
 /// With a death comes its reason at once; others may still have to find out what they lost.
-const SETTLE_SEEN: Duration = Duration::from_millis(150);
+const SETTLE_SEEN_NS: u64 = 150 * MS;
 /// A death that nobody saw: an engine takes a moment to be sure.
-const SETTLE_DEATH: Duration = Duration::from_millis(700);
+const SETTLE_DEATH_NS: u64 = 700 * MS;
 /// After a first fault others have this long to say whom they wait for.
-const SETTLE_FAULT: Duration = Duration::from_millis(500);
+const SETTLE_FAULT_NS: u64 = 400 * MS;
 
-/// Everything known when the lobby decides.
-#[derive(Debug, Default)]
+/// Everything that whoever leads the inquiry knows.
+#[derive(Debug, Clone)]
 pub struct Evidence {
-    /// Ranks whose connection ended without a word, and how.
-    pub lost: BTreeMap<Rank, String>,
-    /// Ranks that do not answer.
-    pub silent: BTreeSet<Rank>,
-    /// Some have been silent for longer than anybody may be.
-    pub overdue: bool,
+    /// Who leads.
+    pub me: Rank,
+    /// Ranks whose connection ended without a word: how, and which was the first.
+    pub lost: BTreeMap<Rank, (String, usize)>,
+    /// Who says so of whom.
+    pub lost_by: BTreeSet<(Rank, Rank)>,
+    /// Who said what no rank says.
+    pub nonsense: BTreeMap<Rank, String>,
+    /// Ranks that were reported to say nothing, and by whom.
+    pub silent: BTreeMap<Rank, String>,
     pub faults: BTreeMap<Rank, Fault>,
-    /// Who reported, the first one first.
+    /// Whose part failed, the first one first.
     pub order: Vec<Rank>,
-    /// Of every rank that came.
+    /// Everybody who reported anything.
+    pub reporters: BTreeSet<Rank>,
+    /// Of every rank that is known.
     pub hosts: BTreeMap<Rank, String>,
+    /// Whom others were asked to look for.
+    pub looked_for: BTreeSet<Rank>,
+    /// What came of one rank's attempt to reach another.
+    pub reach: BTreeMap<(Rank, Rank), Reach>,
 }
 
 impl Evidence {
-    pub fn is_empty(&self) -> bool {
-        self.lost.is_empty() && self.faults.is_empty() && !self.overdue
+    pub fn new(me: Rank) -> Self {
+        let (lost, lost_by, nonsense, silent, faults, order) = Default::default();
+        let (reporters, hosts, looked_for, reach) = Default::default();
+        Self { me, lost, lost_by, nonsense, silent, faults, order, reporters, hosts, looked_for, reach }
     }
 
-    pub fn add(&mut self, rank: Rank, fault: Fault) {
+    pub fn add_fault(&mut self, rank: Rank, fault: Fault) {
+        // Who says what was wrong has not died without a word.
+        self.lost.remove(&rank);
+        self.reporters.insert(rank);
         if self.faults.insert(rank, fault).is_none() {
             self.order.push(rank);
         }
     }
 
-    /// How long after the first sign it is clear who is at fault.
-    pub fn settles_after(&self) -> Duration {
-        let seen = |rank: &Rank| self.witness(*rank).is_some();
-        match (self.lost.is_empty(), self.end_of_chain()) {
-            (false, _) if self.lost.keys().any(seen) => SETTLE_SEEN,
-            (false, _) => SETTLE_DEATH,
-            (true, Some(end)) if self.silent.contains(&end) => SETTLE_SEEN,
-            (true, _) => SETTLE_FAULT,
+    pub fn add_lost(&mut self, by: Rank, rank: Rank, how: String) {
+        let number = self.lost.len();
+        if !self.faults.contains_key(&rank) {
+            self.lost.entry(rank).or_insert((how, number));
+            self.lost_by.insert((by, rank));
         }
     }
 
-    /// The culprit, and what is said about it. None where nothing went wrong.
-    pub fn judge(&self) -> Option<(Rank, String)> {
-        if let Some((&lost, how)) = self.lost.iter().find(|(r, _)| self.witness(**r).is_some()) {
-            return Some((lost, format!("{how}; {}", self.witness(lost)?)));
+    pub fn add_nonsense(&mut self, rank: Rank, how: String) {
+        self.nonsense.entry(rank).or_insert(how);
+    }
+
+    /// Everybody who may be at fault, as far as anybody says.
+    pub fn suspects(&self) -> BTreeSet<Rank> {
+        let blamed = self.faults.values().filter_map(|fault| fault.blames);
+        let seen = self.silent.keys().chain(self.lost.keys()).chain(self.nonsense.keys());
+        blamed.chain(seen.copied()).collect()
+    }
+
+    /// A death that somebody saw is a death, whatever a look around would show.
+    pub fn is_clear_without_a_look(&self) -> bool {
+        !self.lost.is_empty() || !self.nonsense.is_empty()
+    }
+
+    /// How long after the first sign it is clear who is at fault, given whether everybody was looked for.
+    pub fn settles_after_ns(&self, looked: bool) -> u64 {
+        let dead = self.dead();
+        match (dead.is_empty(), dead.iter().any(|rank| self.witness(*rank).is_some())) {
+            (false, true) => SETTLE_SEEN_NS,
+            (false, false) => SETTLE_DEATH_NS,
+            (true, _) if looked => SETTLE_FAULT_NS,
+            (true, _) => SETTLE_DEATH_NS,
         }
-        if let Some((&lost, how)) = self.lost.first_key_value() {
-            return Some((lost, format!("{how}; nothing was outstanding with it")));
+    }
+
+    /// The verdict, given whether everybody was looked for. None where nothing went wrong.
+    pub fn judge(&self, looked: bool) -> Option<Abort> {
+        self.judge_nonsense()
+            .or_else(|| self.judge_dead())
+            .or_else(|| self.judge_broken())
+            .or_else(|| self.judge_unreached())
+            .or_else(|| self.judge_ways())
+            .or_else(|| if looked { None } else { self.judge_unsure() })
+            .or_else(|| self.judge_chain())
+    }
+
+    /// Somebody says that it waits for another in vain, and there was no time to find out whether it reaches that one.
+    fn judge_unsure(&self) -> Option<Abort> {
+        let end = self.end_of_chain()?;
+        let waits = |rank: &&Rank| {
+            let fault = &self.faults[*rank];
+            fault.blames == Some(end) && !fault.hearsay && !self.reach.contains_key(&(**rank, end))
+        };
+        let &by = self.order.iter().filter(|rank| **rank != end && **rank != self.me).find(waits)?;
+        Some(self.either(by, end, format!("there was no time to find out more; {}", self.faults[&by].text)))
+    }
+
+    fn abort(&self, rank: Rank, text: String) -> Abort {
+        Abort::new(rank, self.host(rank), text)
+    }
+
+    fn either(&self, a: Rank, b: Rank, text: String) -> Abort {
+        Abort::either((a, self.host(a)), (b, self.host(b)), text)
+    }
+
+    fn host(&self, rank: Rank) -> String {
+        self.hosts.get(&rank).cloned().unwrap_or_else(|| "an unknown host".into())
+    }
+
+    fn dead(&self) -> BTreeSet<Rank> {
+        let refused =
+            self.reach.iter().filter(|(_, reach)| **reach == Reach::Refused).map(|((_, to), _)| *to);
+        // Who reported may have ended since.
+        let refused = refused.filter(|rank| !self.is_there(*rank));
+        self.lost.keys().copied().chain(refused).collect()
+    }
+
+    /// What somebody said in a connection of the tree; whoever heard it has hung up, which the other may well report.
+    fn judge_nonsense(&self) -> Option<Abort> {
+        let (rank, how) = self.nonsense.first_key_value()?;
+        let seen = self.witness(*rank).unwrap_or_else(|| "nothing was outstanding with it".into());
+        Some(self.abort(*rank, format!("{how}; {seen}")))
+    }
+
+    /// Pairs that lost each other: who says so is not dead.
+    fn broken(&self) -> impl Iterator<Item = (Rank, Rank)> {
+        let both = |(a, b): &&(Rank, Rank)| a < b && self.lost_by.contains(&(*b, *a));
+        let lost = |(a, b): &&(Rank, Rank)| self.lost.contains_key(a) && self.lost.contains_key(b);
+        self.lost_by.iter().filter(both).filter(lost).copied()
+    }
+
+    fn judge_broken(&self) -> Option<Abort> {
+        let (a, b) = self.broken().next()?;
+        let seen = self.witness(b).or_else(|| self.witness(a));
+        let seen = seen.unwrap_or_else(|| "nothing was outstanding with them".into());
+        Some(self.either(a, b, format!("their connection ended, though both are there; {seen}")))
+    }
+
+    fn judge_dead(&self) -> Option<Abort> {
+        let broken: BTreeSet<Rank> = self.broken().flat_map(|(a, b)| [a, b]).collect();
+        let dead: BTreeSet<Rank> = self.dead().difference(&broken).copied().collect();
+        let seen = dead.iter().copied().find(|rank| self.witness(*rank).is_some());
+        let first = || dead.iter().copied().min_by_key(|r| self.lost.get(r).map_or(usize::MAX, |(_, n)| *n));
+        let rank = seen.or_else(first)?;
+        let how = self.lost.get(&rank).map_or("is gone: its host says that nobody is there", |(how, _)| how);
+        let seen = self.witness(rank).unwrap_or_else(|| "nothing was outstanding with it".into());
+        Some(self.abort(rank, format!("{how}; {seen}")))
+    }
+
+    /// Whether anybody has reached it.
+    fn answers(&self, rank: Rank) -> bool {
+        rank == self.me || self.reach.iter().any(|((_, to), reach)| *to == rank && *reach == Reach::Answers)
+    }
+
+    /// Whether it is there: somebody has reached it, or it has something to say.
+    fn is_there(&self, rank: Rank) -> bool {
+        self.answers(rank) || self.reporters.contains(&rank)
+    }
+
+    /// Whom nobody reaches.
+    fn unreached(&self) -> BTreeSet<Rank> {
+        let missed = |reach: &Reach| matches!(reach, Reach::Mute | Reach::Unreachable);
+        let missed = self.reach.iter().filter(|(_, reach)| missed(reach)).map(|((_, to), _)| *to);
+        missed.filter(|rank| !self.is_there(*rank)).collect()
+    }
+
+    fn judge_unreached(&self) -> Option<Abort> {
+        let unreached = self.unreached();
+        // Of the others we only know that we do not reach them.
+        let worst = self.most_blamed(&unreached.intersection(&self.looked_for).copied().collect())?;
+        let (mine, none) = (self.host(self.me), "nothing was outstanding with it");
+        let far = |rank: &&Rank| self.host(**rank) != mine;
+        let not_even_its_host = |rank: &Rank| {
+            let mut tries = self.reach.iter().filter(|((_, to), _)| to == rank).map(|(_, reach)| *reach);
+            tries.all(|reach| reach == Reach::Unreachable)
+        };
+        let heard_far = self.hosts.keys().filter(far).any(|rank| self.answers(*rank));
+        let there: BTreeSet<String> = unreached.iter().filter(far).map(|rank| self.host(*rank)).collect();
+        let all_dark = unreached.iter().filter(far).all(not_even_its_host);
+        if self.host(worst) != mine && !heard_far && all_dark {
+            let text = self.faults.get(&self.me).or(self.faults.values().next()).map(|fault| &fault.text);
+            let seen = text.map_or(String::new(), |text| format!("; {text}"));
+            return Some(match there.len() {
+                1 => self.either(
+                    self.me,
+                    worst,
+                    format!("neither reaches the other, and there is no third host to ask{seen}"),
+                ),
+                _ => self.abort(self.me, format!("is cut off: no rank of another host answers{seen}")),
+            });
         }
-        if let Some(here) = self.cut_off() {
-            let seen = self.faults.get(&here).or(self.faults.values().next());
-            let seen = seen.map_or(String::new(), |fault| format!("; {}", fault.text));
-            return Some((here, format!("is cut off: no rank of another host answers{seen}")));
+        let seen = self.witness(worst).or_else(|| self.witness(self.end_of_chain()?));
+        let seen = seen.unwrap_or_else(|| none.into());
+        let third = self
+            .reach
+            .keys()
+            .any(|(by, to)| *to == worst && ![mine.clone(), self.host(worst)].contains(&self.host(*by)));
+        if self.host(worst) != mine && !third && not_even_its_host(&worst) {
+            let text = format!("neither reaches the other, and nobody of a third host has tried; {seen}");
+            return Some(self.either(self.me, worst, text));
         }
-        let end = self.end_of_chain();
-        if let Some(silent) = end.filter(|end| self.silent.contains(end)).or_else(|| self.most_blamed()) {
-            let seen = self.witness(silent).or_else(|| self.witness(end?));
-            let seen = seen.unwrap_or_else(|| "nothing was outstanding with it".into());
-            return Some((silent, format!("does not answer; {seen}")));
-        }
-        let end = end?;
+        Some(self.abort(worst, format!("does not answer; {seen}")))
+    }
+
+    /// Two that do not reach each other, though others reach both.
+    fn judge_ways(&self) -> Option<Abort> {
+        let cut = |((from, to), reach): &(&(Rank, Rank), &Reach)| {
+            **reach == Reach::Unreachable && from != to && self.is_there(*to) && self.is_there(*from)
+        };
+        let cuts: Vec<(Rank, Rank)> = self.reach.iter().filter(cut).map(|(pair, _)| *pair).collect();
+        let waited = |(a, b): &&(Rank, Rank)| {
+            let blames =
+                |x: &Rank, y: &Rank| self.faults.get(x).is_some_and(|fault| fault.blames == Some(*y));
+            blames(a, b) || blames(b, a)
+        };
+        let &(a, b) = cuts.iter().find(waited).or(cuts.first())?;
+        let seen = self.witness(b).or_else(|| self.witness(a));
+        let seen = seen.map_or(String::new(), |seen| format!("; {seen}"));
+        Some(self.either(a, b, format!("they do not reach each other, though others reach both{seen}")))
+    }
+
+    /// All answer: the end of the chain of those who wait.
+    fn judge_chain(&self) -> Option<Abort> {
+        let end = self.end_of_chain().or_else(|| self.silent.keys().next().copied())?;
         let owns_up = |fault: &&Fault| !fault.hearsay && fault.blames.is_none_or(|blamed| blamed == end);
-        match self.faults.get(&end).filter(owns_up) {
-            Some(fault) => Some((end, format!("failed: {}", fault.text))),
-            None => {
-                let seen = self.witness(end).or_else(|| Some(self.faults.get(&end)?.text.clone()));
-                Some((end, format!("is at fault: {}", seen.unwrap_or_default())))
-            }
+        if let Some(fault) = self.faults.get(&end).filter(owns_up) {
+            return Some(self.abort(end, format!("failed: {}", fault.text)));
         }
+        let seen = self.witness(end).or_else(|| Some(self.faults.get(&end)?.text.clone()));
+        let seen = seen.or_else(|| self.silent.get(&end).cloned());
+        Some(self.abort(end, format!("is at fault: {}", seen.unwrap_or_else(|| "it said nothing".into()))))
     }
 
-    /// The first rank here, if there are several other hosts and nobody there answers: what they share is the way to us.
-    fn cut_off(&self) -> Option<Rank> {
-        let (&here, host) = self.hosts.first_key_value()?;
-        let others: BTreeMap<&Rank, &String> = self.hosts.iter().filter(|(_, h)| *h != host).collect();
-        let hosts: BTreeSet<&String> = others.values().copied().collect();
-        (hosts.len() > 1 && others.keys().all(|r| self.silent.contains(r))).then_some(here)
-    }
-
-    /// Among those who do not answer, whom others waited for.
-    fn most_blamed(&self) -> Option<Rank> {
+    /// Among some, whom others waited for.
+    fn most_blamed(&self, among: &BTreeSet<Rank>) -> Option<Rank> {
         let blamed = |rank: &&Rank| self.faults.values().any(|fault| fault.blames == Some(**rank));
-        self.silent.iter().find(blamed).or(self.silent.first()).copied()
+        let silent = || among.iter().find(|rank| self.silent.contains_key(rank));
+        among.iter().find(blamed).or_else(silent).or(among.first()).copied()
     }
 
     /// Whom the one waits for that a rank waits for, and so on, starting from everybody who saw something: where most
@@ -167,25 +369,43 @@ mod tests {
 
     const DIED: &str = "is gone";
 
-    /// Ranks 0 and 1 on the first host, 2 and 3 on the second, and so on.
+    /// Led by r0. Ranks 0 and 1 on the first host, 2 and 3 on the second, and so on; those not silent answer r0.
     fn evidence(lost: &[u32], silent: &[u32], faults: &[(u32, Option<u32>)]) -> Evidence {
         let fault = |blames: Option<u32>| Fault {
             blames: blames.map(Rank),
             hearsay: false,
             text: "recv w, 8 B left".into(),
         };
+        let reach = |r: &u32| match silent.contains(r) {
+            true => Reach::Unreachable,
+            false => Reach::Answers,
+        };
         Evidence {
-            lost: lost.iter().map(|r| (Rank(*r), DIED.to_string())).collect(),
-            silent: silent.iter().map(|r| Rank(*r)).collect(),
-            overdue: false,
+            me: Rank(0),
+            lost_by: lost.iter().map(|r| (Rank(0), Rank(*r))).collect(),
+            nonsense: BTreeMap::new(),
+            lost: lost.iter().map(|r| (Rank(*r), (DIED.to_string(), 0))).collect(),
+            silent: silent.iter().map(|r| (Rank(*r), "r0 heard nothing".into())).collect(),
             faults: faults.iter().map(|(r, blames)| (Rank(*r), fault(*blames))).collect(),
             order: faults.iter().map(|(r, _)| Rank(*r)).collect(),
+            reporters: faults.iter().map(|(r, _)| Rank(*r)).collect(),
             hosts: (0..8).map(|r| (Rank(r), format!("h{}", r / 2))).collect(),
+            looked_for: silent.iter().map(|r| Rank(*r)).collect(),
+            reach: (1..8)
+                .filter(|r| !lost.contains(r))
+                .flat_map(|r| tried_by(r, silent).map(move |by| ((by, Rank(r)), reach(&r))))
+                .collect(),
         }
     }
 
+    /// r0, and somebody of a third host, where anybody is left there.
+    fn tried_by(rank: u32, silent: &[u32]) -> impl Iterator<Item = Rank> {
+        let third = (2..8).find(|r| r / 2 != rank / 2 && !silent.contains(r));
+        [Some(0), third.filter(|_| silent.contains(&rank))].into_iter().flatten().map(Rank)
+    }
+
     fn verdict(evidence: &Evidence) -> Option<(u32, String)> {
-        evidence.judge().map(|(rank, text)| (rank.0, text))
+        evidence.judge(true).map(|abort| (abort.culprit.0, abort.text))
     }
 
     fn culprit(lost: &[u32], silent: &[u32], faults: &[(u32, Option<u32>)]) -> Option<u32> {
@@ -197,7 +417,7 @@ mod tests {
         assert_eq!(culprit(&[], &[], &[(0, Some(1)), (1, Some(4)), (7, Some(0))]), Some(4));
         assert_eq!(culprit(&[], &[], &[(3, None), (0, Some(3))]), Some(3));
         assert_eq!(culprit(&[], &[], &[]), None);
-        // In a circle the one who found out first is right: r2 heard nonsense and hung up, and r3 saw that.
+        // In a cycle the one who found out first is right: r2 heard nonsense and hung up, and r3 saw that.
         assert_eq!(culprit(&[], &[], &[(2, Some(3)), (3, Some(2))]), Some(3));
         assert_eq!(culprit(&[], &[], &[(3, Some(2)), (2, Some(3))]), Some(2));
     }
@@ -214,14 +434,43 @@ mod tests {
     }
 
     #[test]
+    fn a_connection_that_both_ends_lost_accuses_neither() {
+        let mut broken = evidence(&[], &[], &[]);
+        broken.add_lost(Rank(4), Rank(2), DIED.into());
+        assert_eq!(verdict(&broken).unwrap().0, 2);
+        broken.add_lost(Rank(2), Rank(4), DIED.into());
+        let text = broken.judge(true).unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: their connection"), "{text}");
+        // Somebody else is really gone; or one of them knows that it was its own end; or said nonsense.
+        let mut dead = broken.clone();
+        dead.add_lost(Rank(0), Rank(7), DIED.into());
+        assert_eq!(verdict(&dead).unwrap().0, 7);
+        let mut owns_up = evidence(&[], &[], &[]);
+        owns_up.add_lost(Rank(2), Rank(4), DIED.into());
+        owns_up.add_fault(Rank(4), Fault { blames: None, hearsay: false, text: "closed here".into() });
+        owns_up.add_lost(Rank(3), Rank(4), DIED.into());
+        assert_eq!(verdict(&owns_up), Some((4, "failed: closed here".into())));
+        broken.add_nonsense(Rank(4), "babbles".into());
+        assert_eq!(verdict(&broken), Some((4, "babbles; nothing was outstanding with it".into())));
+    }
+
+    #[test]
+    fn a_host_that_says_nobody_is_there_tells_of_a_death() {
+        let mut dead = evidence(&[], &[], &[(1, Some(2))]);
+        dead.reach.insert((Rank(0), Rank(2)), Reach::Refused);
+        assert_eq!(verdict(&dead).unwrap().0, 2);
+        // But who has reported may have ended since.
+        dead.add_fault(Rank(2), Fault { blames: Some(Rank(5)), hearsay: false, text: "x".into() });
+        assert_eq!(verdict(&dead).unwrap().0, 5);
+    }
+
+    #[test]
     fn who_does_not_answer_is_at_fault() {
         // r2 forwards for r3, which was stopped, and is blamed for it before it finds out.
         assert_eq!(culprit(&[], &[3], &[(0, Some(2)), (1, Some(2))]), Some(3));
         assert_eq!(culprit(&[], &[3, 5], &[(0, Some(5))]), Some(5));
-        let mut nobody_waits = evidence(&[], &[6], &[]);
-        nobody_waits.overdue = true;
         assert_eq!(
-            verdict(&nobody_waits),
+            verdict(&evidence(&[], &[6], &[])),
             Some((6, "does not answer; nothing was outstanding with it".into()))
         );
     }
@@ -234,10 +483,58 @@ mod tests {
             Some((0, "is cut off: no rank of another host answers; recv w, 8 B left".into()))
         );
         assert_eq!(culprit(&[], &[2, 3, 4, 5, 6], &[(0, Some(2))]), Some(2), "r7 still answers");
-        // With one other host there is no telling.
-        let mut two_hosts = evidence(&[], &[2, 3], &[(0, Some(2))]);
-        two_hosts.hosts.retain(|rank, _| rank.0 < 4);
-        assert_eq!(verdict(&two_hosts).unwrap().0, 2);
+        // A process that was stopped is none whose host was cut off.
+        let mut stopped = all;
+        stopped.reach.values_mut().filter(|r| **r == Reach::Unreachable).for_each(|r| *r = Reach::Mute);
+        assert_eq!(verdict(&stopped).unwrap().0, 2);
+    }
+
+    #[test]
+    fn with_two_hosts_there_is_no_telling_which_is_cut_off() {
+        let mut two = evidence(&[], &[2, 3], &[(0, Some(2))]);
+        two.hosts.retain(|rank, _| rank.0 < 4);
+        two.reach.retain(|(_, to), _| to.0 < 4);
+        let text = two.judge(true).unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r0 on h0 and r2 on h1: neither reaches"), "{text}");
+    }
+
+    #[test]
+    fn a_way_that_is_cut_has_two_ends() {
+        // r2 waits for r4, which has long sent everything; r0 and r6 reach both.
+        let mut cut = evidence(&[], &[], &[(2, Some(4)), (3, Some(2))]);
+        cut.reach.insert((Rank(2), Rank(4)), Reach::Unreachable);
+        cut.reach.insert((Rank(6), Rank(4)), Reach::Answers);
+        let text = cut.judge(true).unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: they do not reach"), "{text}");
+    }
+
+    #[test]
+    fn one_hosts_word_about_another_is_not_enough() {
+        // Their host reaches all others, and nobody else has tried.
+        let mut unsure = evidence(&[], &[2], &[]);
+        unsure.reach.retain(|(by, _), _| *by == Rank(0));
+        let text = unsure.judge(true).unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r0 on h0 and r2 on h1: neither reaches"), "{text}");
+        // One that takes the connection and says nothing was stopped; its host is well.
+        unsure.reach.insert((Rank(0), Rank(2)), Reach::Mute);
+        assert_eq!(verdict(&unsure).unwrap().0, 2);
+    }
+
+    #[test]
+    fn without_a_look_nobody_is_named_who_may_be_innocent() {
+        let unsure = evidence(&[], &[], &[(4, Some(2))]);
+        let text = unsure.judge(false).unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: there was no time"), "{text}");
+        assert_eq!(unsure.judge(true).unwrap().culprit, Rank(2));
+    }
+
+    #[test]
+    fn a_terminal_obeys_nobody() {
+        let rude =
+            Abort::new(Rank(1), "h\x1b[2J", "is gone\x07\x1b]0;title\x07".to_string() + &"x".repeat(9000));
+        let said = rude.plain().to_string();
+        assert!(!said.contains(char::is_control) && said.len() < 9000, "{said}");
+        assert!(said.starts_with("r1 on h [2J is gone"), "{said}");
     }
 
     #[test]
@@ -252,9 +549,9 @@ mod tests {
 
     #[test]
     fn it_settles_sooner_the_more_is_known() {
-        assert_eq!(evidence(&[2], &[], &[]).settles_after(), SETTLE_DEATH);
-        assert_eq!(evidence(&[2], &[], &[(1, Some(2))]).settles_after(), SETTLE_SEEN);
-        assert_eq!(evidence(&[], &[2], &[(1, Some(2))]).settles_after(), SETTLE_SEEN);
-        assert_eq!(evidence(&[], &[], &[(1, Some(2))]).settles_after(), SETTLE_FAULT);
+        assert_eq!(evidence(&[2], &[], &[]).settles_after_ns(true), SETTLE_DEATH_NS);
+        assert_eq!(evidence(&[2], &[], &[(1, Some(2))]).settles_after_ns(false), SETTLE_SEEN_NS);
+        assert_eq!(evidence(&[], &[2], &[(1, Some(2))]).settles_after_ns(true), SETTLE_FAULT_NS);
+        assert_eq!(evidence(&[], &[], &[(1, Some(2))]).settles_after_ns(false), SETTLE_DEATH_NS);
     }
 }

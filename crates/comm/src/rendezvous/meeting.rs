@@ -6,9 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crossmesh_core::id::Rank;
 
-use super::{
-    Abort, Connection, Doors, Fault, Lobby, Log, Member, OnAbort, Patience, RendezvousError, Ticket, connect,
-};
+use super::{Abort, Connection, Fault, Log, Member, OnNews, Patience, RendezvousError, Ticket};
 use crate::auth::Secret;
 use crate::buffer::Sharing;
 use crate::clock::ClockOffset;
@@ -23,8 +21,14 @@ pub type Links = Vec<(Rank, Box<dyn Link>)>;
 
 /// The ranks of a job, come together.
 pub trait Meeting: Send {
-    /// By rank.
+    /// By rank, as far as they are known: of ourselves, and of everybody that we connected with.
     fn hosts(&self) -> &[String];
+
+    /// How many hosts there are.
+    fn num_hosts(&self) -> usize {
+        let hosts: BTreeSet<&String> = self.hosts().iter().collect();
+        hosts.len()
+    }
 
     /// Whether ranks of a host read each other's memory.
     fn sharing(&self) -> Sharing;
@@ -64,17 +68,12 @@ pub trait Meeting: Send {
 pub struct OverSockets {
     place: Place,
     member: Member,
-    doors: Doors,
-    secret: Secret,
     hosts: Vec<String>,
     shares: Shares,
-    log: Log,
-    /// Beside the first rank. Declared last: it waits for the others.
-    lobby: Option<Lobby>,
 }
 
 impl OverSockets {
-    /// Meets the ranks of `roster`. The first of them opens the lobby.
+    /// Meets the ranks of `roster`. The first of them is where the others come.
     pub fn meet(
         place: Place,
         host: &str,
@@ -82,22 +81,16 @@ impl OverSockets {
         secret: Secret,
         patience: Patience,
         log: Log,
-        on_abort: OnAbort,
+        on_news: OnNews,
     ) -> Result<Self, RendezvousError> {
         let master = (place.master_addr.as_str(), place.master_port);
-        let lobby = match roster.first() == Some(&place.rank) {
-            true => {
-                let listener = Lobby::listen(master)?;
-                Some(Lobby::open(listener, secret.clone(), roster, patience, log.clone())?)
-            }
-            false => None,
-        };
-        let Patience { arrive: deadline, silence, .. } = patience;
-        let ticket = Ticket { master, rank: place.rank, host, secret: &secret, deadline, silence };
-        let (member, doors) = Member::join(&ticket, on_abort)?;
-        let host = |r| member.table.get(&Rank(r)).map_or("?".into(), |entry| entry.host.clone());
-        let hosts = (0..place.world).map(host).collect();
-        Ok(Self { place, member, doors, secret, hosts, shares: Shares::default(), log, lobby })
+        let ticket = Ticket { master, rank: place.rank, roster, host, secret: &secret, patience };
+        let member = Member::join(&ticket, on_news, log)?;
+        let mut hosts = vec!["a host of its own".to_string(); place.world as usize];
+        if let Some(mine) = hosts.get_mut(place.rank.index()) {
+            *mine = host.into();
+        }
+        Ok(Self { place, member, hosts, shares: Shares::default() })
     }
 
     fn link(&self, peer: Rank, (socket, session): Connection) -> Result<Box<dyn Link>, RendezvousError> {
@@ -122,6 +115,10 @@ impl Meeting for OverSockets {
         &self.hosts
     }
 
+    fn num_hosts(&self) -> usize {
+        self.member.num_hosts
+    }
+
     fn sharing(&self) -> Sharing {
         Sharing::Host
     }
@@ -131,8 +128,10 @@ impl Meeting for OverSockets {
     }
 
     fn connect(&mut self, peers: &BTreeSet<Rank>, deadline: Deadline) -> Result<Links, RendezvousError> {
-        let Self { member, doors, secret, log, .. } = self;
-        let sockets = connect(&member.me, &member.table, peers, doors, secret, deadline, log)?;
+        let (sockets, entries) = self.member.connect(peers, deadline)?;
+        for entry in entries {
+            self.hosts.get_mut(entry.rank.index()).into_iter().for_each(|host| *host = entry.host.clone());
+        }
         sockets.into_iter().map(|(peer, socket)| Ok((peer, self.link(peer, socket)?))).collect()
     }
 
@@ -162,8 +161,5 @@ impl Meeting for OverSockets {
 
     fn leave(self: Box<Self>) {
         self.member.leave();
-        if let Some(lobby) = self.lobby {
-            lobby.close();
-        }
     }
 }

@@ -1,126 +1,176 @@
-//! A rank's side of the rendezvous: join, learn who is there, answer pings, wait for the others, report faults.
+//! A rank's side of the rendezvous, for its program: join, learn where others are, wait for them, report faults.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex};
-use std::thread::Builder;
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use crossmesh_core::id::Rank;
 
-use super::doors::Doors;
-use super::lobby::without_delay;
-use super::message::{MAX_MESSAGE_BYTES, ToLobby, ToRank, receive, send};
-use super::pulse::{HUSHED_NS, PING_NS};
-use super::{Abort, Entry, Fault, RendezvousError};
-use crate::auth::{self, AuthError, Claim, Role, Secret};
+use super::doors::{Arrivals, Doors, knock, make_roomy};
+use super::node::{Command, Heard, Limits, Node};
+use super::reactor::{self, Post, Setup};
+use super::{Abort, Connection, Entry, Fault, Log, OnNews, Patience, RendezvousError};
+use crate::auth::{AuthError, Claim, Dialing, Role, Secret};
 use crate::clock::{Clock, ClockOffset, Monotonic};
-use crate::deadline::{Deadline, Socket, StreamError};
+use crate::deadline::{Deadline, Socket, StreamError, read_some_by, write_all_by};
+use crate::launch::continued_ns;
 
-/// The lobby may open a moment after we knock.
+/// The root may open a moment after we knock.
 const RETRY: Duration = Duration::from_millis(20);
-/// Sends to the lobby are small; it reads them at once or is not there.
-const SEND: Duration = Duration::from_secs(2);
-/// The lobby names the ranks that are missing; wait a little longer than it does, to hear it.
-const LOBBY_FIRST: Duration = Duration::from_secs(2);
-/// The lobby's word on a fault comes within this time, or the lobby itself is in trouble.
-const VERDICT: Duration = Duration::from_millis(900);
-
-/// What to do when the job is aborted: called once, on another thread, maybe in the middle of a run.
-pub type OnAbort = Box<dyn Fn(&Abort, Word) + Send>;
-
-/// Whose word an abort is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Word {
-    /// The lobby's: everybody hears the same.
-    Lobby,
-    /// Our own, as the lobby is not there: others may know more.
-    Ours,
-}
+/// A try at the root's door, and a step of waiting for its answer.
+const KNOCK: Duration = Duration::from_secs(2);
+const STEP: Duration = Duration::from_millis(100);
+/// A handshake gets at least this long.
+const SHORTEST_PROOF: Duration = Duration::from_millis(300);
+/// Where the root was there and its host now says that nobody is, this often in a row, it is gone.
+const GONE_TRIES: u32 = 10;
+/// A verdict comes within this time; see `node::trouble`.
+const VERDICT: Duration = Duration::from_secs(4);
 
 /// Where and as whom to join.
-#[derive(Debug, Clone)]
 pub struct Ticket<'a> {
-    /// Host and port of the lobby.
+    /// Host and port of the root.
     pub master: (&'a str, u16),
     pub rank: Rank,
+    pub roster: BTreeSet<Rank>,
     /// Ranks of the same host name reach each other without the network.
     pub host: &'a str,
     pub secret: &'a Secret,
-    pub deadline: Deadline,
-    /// How long the lobby may be silent afterwards.
-    pub silence: Duration,
+    pub patience: Patience,
 }
 
 /// A rank that has joined its job.
 pub struct Member {
     pub me: Entry,
-    pub table: BTreeMap<Rank, Entry>,
-    /// What our clock says, compared with the lobby's, as of the last barrier.
+    pub num_hosts: usize,
+    /// What our clock says, compared with the root's, as of the last barrier.
     pub clock: Option<ClockOffset>,
-    link: Writer,
-    round: u64,
+    secret: Secret,
+    world: usize,
+    is_root: bool,
+    barriers: u64,
+    gathers: u64,
     inbox: Receiver<Heard>,
-    /// What we were told at a barrier.
-    aborted: Option<(Abort, Word)>,
-    shared: Arc<Shared>,
+    told: Vec<(u64, Rank, String)>,
+    /// What we were told in the end.
+    aborted: Option<Abort>,
+    post: Post,
+    thread: Option<JoinHandle<()>>,
+    arrivals: Arc<Arrivals>,
 }
 
-/// Both threads write: one answers pings, the other reports.
-type Writer = Arc<Mutex<Socket>>;
-
-/// What the two threads know of each other.
-#[derive(Default)]
-struct Shared {
-    leaving: AtomicBool,
-    /// When the lobby was last heard.
-    heard_ns: AtomicU64,
-}
-
-/// What the thread that reads passes on.
-enum Heard {
-    Go(u64, Option<ClockOffset>),
-    Told { round: u64, rank: Rank, text: String },
-    Abort(Abort, Word),
+/// Where the root is.
+enum Way {
+    Here(TcpListener),
+    There(Socket),
 }
 
 impl Member {
-    /// Joins, and waits for the table. The doors are for [`super::connect`].
-    pub fn join(ticket: &Ticket<'_>, on_abort: OnAbort) -> Result<(Self, Doors), RendezvousError> {
-        let stream = enter(ticket)?;
+    /// Joins, and waits until everybody has. `on_news` is called once, on another thread, when the job is over before
+    /// its time.
+    pub fn join(ticket: &Ticket<'_>, on_news: OnNews, log: Log) -> Result<Self, RendezvousError> {
+        let first = *ticket.roster.first().ok_or(RendezvousError::Unexpected { expected: "ranks" })?;
+        if first == ticket.rank {
+            let listener = listen(ticket.master, ticket.patience.arrive)?;
+            return Self::join_as_root(ticket, listener, on_news, log);
+        }
+        let (stream, root) = enter(ticket, first)?;
         let doors = Doors::open(stream.local_addr()?.ip(), ticket.rank)?;
-        let me = Entry {
-            rank: ticket.rank,
-            host: ticket.host.into(),
-            pid: std::process::id(),
-            tcp: doors.tcp_addr,
-            unix: doors.unix_name.clone(),
-        };
-        let mut link = Socket::Tcp(stream);
-        send(&mut link, &ToLobby::Report(me.clone()), ticket.deadline)?;
-        let table = wait_for_table(&mut link, ticket.deadline.plus(LOBBY_FIRST))?;
+        let me = entry(ticket, &doors);
+        let now = Monotonic.now_ns();
+        let node = Node::member(me.clone(), root, 0, limits(&ticket.patience, now), now);
+        Self::start(ticket, node, me, doors, Way::There(Socket::Tcp(stream)), on_news, log)
+    }
+
+    /// The same for the first rank, at a listener that is open already.
+    pub fn join_as_root(
+        ticket: &Ticket<'_>,
+        listener: TcpListener,
+        on_news: OnNews,
+        log: Log,
+    ) -> Result<Self, RendezvousError> {
+        make_roomy(&listener)?;
+        let doors = Doors::open(listener.local_addr()?.ip(), ticket.rank)?;
+        let me = entry(ticket, &doors);
+        let now = Monotonic.now_ns();
+        let node = Node::root(me.clone(), ticket.roster.clone(), limits(&ticket.patience, now), now);
+        Self::start(ticket, node, me, doors, Way::Here(listener), on_news, log)
+    }
+
+    fn start(
+        ticket: &Ticket<'_>,
+        node: Node,
+        me: Entry,
+        doors: Doors,
+        way: Way,
+        on_news: OnNews,
+        log: Log,
+    ) -> Result<Self, RendezvousError> {
         let (heard, inbox) = channel();
-        let shared = Arc::new(Shared::default());
-        shared.heard_ns.store(Monotonic.now_ns(), Ordering::SeqCst);
-        let lobby = table.values().next().cloned().unwrap_or_else(|| me.clone());
-        let (reading, link) = (link.try_clone()?, Arc::new(Mutex::new(link)));
-        let silence = ticket.silence + Duration::from_nanos(2 * PING_NS);
-        let answers = link.clone();
-        let reader =
-            Reader { link: reading, answers, heard, lobby, silence, shared: shared.clone(), on_abort };
-        Builder::new().name("member".into()).spawn(move || reader.run())?;
-        Ok((Self { me, table, clock: None, link, round: 0, inbox, aborted: None, shared }, doors))
+        let arrivals = Arc::new(Arrivals::default());
+        let (root_door, root) = match way {
+            Way::Here(listener) => (Some(listener), None),
+            Way::There(socket) => (None, Some(socket)),
+        };
+        let is_root = root_door.is_some();
+        let world = ticket.roster.last().map_or(0, |last| last.0 + 1);
+        let secret = ticket.secret.clone();
+        let setup = Setup {
+            node,
+            me: me.clone(),
+            world,
+            doors,
+            root_door,
+            root,
+            secret: secret.clone(),
+            arrivals: arrivals.clone(),
+            heard,
+            on_news,
+            log,
+        };
+        let (post, thread) = reactor::start(setup).map_err(RendezvousError::CannotStart)?;
+        let (world, told) = (ticket.roster.len(), vec![]);
+        let mut member = Self {
+            me,
+            num_hosts: 0,
+            clock: None,
+            secret,
+            world,
+            is_root,
+            barriers: 0,
+            gathers: 0,
+            inbox,
+            told,
+            aborted: None,
+            post,
+            thread: Some(thread),
+            arrivals,
+        };
+        member.wait_for_all()?;
+        Ok(member)
+    }
+
+    /// The root decides how long that takes, and whoever hears nothing of it says so: there is no deadline of our own.
+    fn wait_for_all(&mut self) -> Result<(), RendezvousError> {
+        loop {
+            if let Heard::AllIn(hosts) = self.hear(None)? {
+                self.num_hosts = hosts as usize;
+                return Ok(());
+            }
+        }
     }
 
     /// Waits until every rank has come this far.
     pub fn barrier(&mut self, deadline: Deadline) -> Result<(), RendezvousError> {
-        self.round += 1;
-        tell(&self.link, &ToLobby::Ready { round: self.round }, deadline)?;
+        self.barriers += 1;
+        self.post.send(Command::Ready(self.barriers));
         loop {
-            if let Heard::Go(round, clock) = self.hear(deadline)?
-                && round == self.round
+            if let Heard::Go { round, clock } = self.hear(Some(deadline))?
+                && round == self.barriers
             {
                 self.clock = clock.or(self.clock);
                 return Ok(());
@@ -134,208 +184,351 @@ impl Member {
         text: String,
         deadline: Deadline,
     ) -> Result<Option<BTreeMap<Rank, String>>, RendezvousError> {
-        self.round += 1;
-        tell(&self.link, &ToLobby::Tell { round: self.round, text }, deadline)?;
-        if self.table.keys().next() != Some(&self.me.rank) {
+        self.gathers += 1;
+        let round = self.gathers;
+        self.post.send(Command::Tell { round, text });
+        if !self.is_root {
             return Ok(None);
         }
         let mut told = BTreeMap::new();
-        while told.len() < self.table.len() {
-            if let Heard::Told { round, rank, text } = self.hear(deadline)?
-                && round == self.round
-            {
-                told.insert(rank, text);
+        while told.len() < self.world {
+            let early = self.told.iter().position(|(of, ..)| *of == round);
+            match early.map(|at| self.told.swap_remove(at)) {
+                Some((_, rank, text)) => drop(told.insert(rank, text)),
+                None => drop(self.hear(Some(deadline))?),
             }
         }
         Ok(Some(told))
     }
 
-    /// What the lobby says next.
-    fn hear(&mut self, deadline: Deadline) -> Result<Heard, RendezvousError> {
-        let timed_out = || RendezvousError::BarrierTimedOut(deadline.allowed_s());
-        match self.inbox.recv_timeout(deadline.left().ok_or_else(timed_out)?) {
-            Ok(Heard::Abort(abort, word)) => {
-                self.aborted = Some((abort.clone(), word));
-                Err(RendezvousError::Aborted(abort))
+    /// Connections to some ranks, for tensors. Each of them has to ask for one to us.
+    pub fn connect(
+        &mut self,
+        peers: &BTreeSet<Rank>,
+        deadline: Deadline,
+    ) -> Result<(BTreeMap<Rank, Connection>, Vec<Entry>), RendezvousError> {
+        let entries = self.look_up(peers, deadline)?;
+        let unknown = peers.iter().find(|peer| !entries.iter().any(|entry| entry.rank == **peer));
+        if let Some(&peer) = unknown {
+            return Err(RendezvousError::UnknownPeer { peer });
+        }
+        let post = self.post.clone();
+        let over = || post.is_over();
+        let mut links = BTreeMap::new();
+        let me = self.me.rank;
+        for peer in entries.iter().filter(|entry| entry.rank < me) {
+            let knocked = knock(&self.me, peer, &self.secret, deadline, over);
+            links.insert(peer.rank, knocked.map_err(|error| self.or_aborted(error))?);
+        }
+        let higher = peers.iter().copied().filter(|peer| *peer > self.me.rank).collect();
+        let came = self.arrivals.take(&higher, deadline, over);
+        let waited_s = deadline.allowed_s();
+        let missing = |missing| RendezvousError::PeersMissing { me, missing, waited_s };
+        links.extend(came.map_err(|left| self.or_aborted(missing(left)))?);
+        Ok((links, entries))
+    }
+
+    /// Where some ranks can be reached.
+    fn look_up(&mut self, ranks: &BTreeSet<Rank>, deadline: Deadline) -> Result<Vec<Entry>, RendezvousError> {
+        self.post.send(Command::Where(ranks.iter().copied().collect()));
+        loop {
+            if let Heard::Entries(entries) = self.hear(Some(deadline))? {
+                return Ok(entries);
             }
-            Ok(heard) => Ok(heard),
-            Err(RecvTimeoutError::Timeout) => Err(timed_out()),
-            Err(RecvTimeoutError::Disconnected) => Err(StreamError::Closed.into()),
         }
     }
 
-    /// Reports a fault, and waits for the lobby's word on who is to blame; without one, it is what we saw.
+    /// Where the job is over, that is why something else did not work.
+    fn or_aborted(&mut self, error: RendezvousError) -> RendezvousError {
+        while self.aborted.is_none()
+            && self.post.is_over()
+            && self.hear(Some(Deadline::after(VERDICT))).is_ok()
+        {}
+        self.aborted.clone().map_or(error, RendezvousError::Aborted)
+    }
+
+    /// What comes next.
+    fn hear(&mut self, deadline: Option<Deadline>) -> Result<Heard, RendezvousError> {
+        if let Some(abort) = &self.aborted {
+            return Err(RendezvousError::Aborted(abort.clone()));
+        }
+        let timed_out = |d: Deadline| RendezvousError::BarrierTimedOut(d.allowed_s());
+        let heard = match deadline {
+            None => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(deadline) => self.inbox.recv_timeout(deadline.left().unwrap_or_default()),
+        };
+        match (heard, deadline) {
+            (Ok(Heard::Abort(abort)), _) => {
+                self.aborted = Some(abort.clone());
+                Err(RendezvousError::Aborted(abort))
+            }
+            (Ok(Heard::Told { round, rank, text }), _) => {
+                self.told.push((round, rank, text.clone()));
+                Ok(Heard::Told { round, rank, text })
+            }
+            (Ok(heard), _) => Ok(heard),
+            (Err(RecvTimeoutError::Timeout), Some(deadline)) => Err(timed_out(deadline)),
+            (Err(_), _) => Err(StreamError::Closed.into()),
+        }
+    }
+
+    /// Reports a fault, and waits for the word on who is to blame; without one, it is what we saw.
     pub fn fail(&mut self, fault: Fault) -> Abort {
-        if let Some((abort, _)) = &self.aborted {
+        if let Some(abort) = &self.aborted {
             return abort.clone();
         }
-        let _ = tell(&self.link, &ToLobby::Fault(fault.clone()), Deadline::after(SEND));
+        self.post.send(Command::Fail(fault.clone()));
         let deadline = Deadline::after(VERDICT);
-        while let Some(left) = deadline.left() {
-            match self.inbox.recv_timeout(left) {
-                Ok(Heard::Abort(abort, Word::Lobby)) => return abort,
-                Ok(Heard::Abort(abort, Word::Ours)) => return self.own_verdict(fault, Some(abort)),
+        loop {
+            match self.hear(Some(deadline)) {
+                Err(RendezvousError::Aborted(abort)) => return abort,
                 Ok(_) => {}
                 Err(_) => break,
             }
         }
-        self.own_verdict(fault, None)
-    }
-
-    /// What we think without the lobby, and if we know, how we lost it. If both it and the rank that we waited for are
-    /// silent, on two other hosts than ours, it is ours that is cut off.
-    fn own_verdict(&self, fault: Fault, gone: Option<Abort>) -> Abort {
-        let silent_ns = Monotonic.now_ns().saturating_sub(self.shared.heard_ns.load(Ordering::SeqCst));
-        let host_of = |rank: Rank| self.table.get(&rank).map_or("an unknown host", |entry| &entry.host);
-        let culprit = fault.blames.unwrap_or(self.me.rank);
-        let lobby = self.table.values().next().unwrap_or(&self.me);
-        let abort = |rank: Rank, text: String| Abort { culprit: rank, host: host_of(rank).into(), text };
-        let hosts = BTreeSet::from([host_of(culprit), &self.me.host, &lobby.host]);
-        if silent_ns > HUSHED_NS && hosts.len() == 3 {
-            let whom = format!("neither {culprit} nor the rendezvous on {}", lobby.host);
-            return abort(self.me.rank, format!("is cut off: {whom} answers; {}", fault.text));
-        }
-        match gone {
-            // We were stopped because of that, and know no more.
-            Some(gone) if fault.hearsay && fault.text == gone.text => gone,
-            Some(gone) if host_of(culprit) == lobby.host && culprit != self.me.rank => {
-                abort(gone.culprit, format!("{}; {}", gone.text, fault.text))
-            }
-            _ if fault.blames.is_none() || fault.hearsay || culprit == self.me.rank => {
-                abort(culprit, format!("failed: {}", fault.text))
-            }
-            _ => abort(culprit, format!("does not answer; {}", fault.text)),
+        let me = (self.me.rank, self.me.host.clone());
+        let text = format!("no verdict came; {}", fault.text);
+        match fault.blames.filter(|blamed| *blamed != me.0) {
+            Some(blamed) => Abort::either(me, (blamed, "an unknown host".into()), text),
+            None => Abort::new(me.0, me.1, format!("failed: {}", fault.text)),
         }
     }
 
-    /// Says goodbye: the job may end without us.
-    pub fn leave(self) {
-        self.shared.leaving.store(true, Ordering::SeqCst);
-        // If the lobby is gone already, nobody misses us.
-        let _ = tell(&self.link, &ToLobby::Bye, Deadline::after(SEND));
+    /// Says goodbye, and stays until everybody under us has: they may still need us to be told how it ended.
+    pub fn leave(mut self) {
+        self.post.send(Command::Leave);
+        while !matches!(self.hear(None), Ok(Heard::Left) | Err(_)) {}
     }
-}
-
-fn tell(link: &Writer, message: &ToLobby, deadline: Deadline) -> Result<(), StreamError> {
-    send(&mut *link.lock().expect("no thread panics while it writes"), message, deadline)
 }
 
 impl Drop for Member {
+    /// Its doors are closed afterwards: whoever is left may meet again, at the same place.
     fn drop(&mut self) {
-        self.shared.leaving.store(true, Ordering::SeqCst);
-        if let Ok(link) = self.link.lock() {
-            link.shut_down();
+        self.post.stop();
+        if let Some(thread) = self.thread.take() {
+            // A panic of that thread was printed; there is nothing to add.
+            let _ = thread.join();
         }
     }
 }
 
-/// The thread that listens to the lobby.
-struct Reader {
-    link: Socket,
-    answers: Writer,
-    heard: Sender<Heard>,
-    /// The rank beside which the lobby is.
-    lobby: Entry,
-    silence: Duration,
-    shared: Arc<Shared>,
-    on_abort: OnAbort,
-}
-
-impl Reader {
-    fn run(mut self) {
-        loop {
-            let received = self.receive();
-            let there_ns = Monotonic.now_ns();
-            if received.is_ok() {
-                self.shared.heard_ns.store(there_ns, Ordering::SeqCst);
-            }
-            let passed_on = match received {
-                Ok(ToRank::Go { round, clock }) => self.heard.send(Heard::Go(round, clock)),
-                Ok(ToRank::Told { round, rank, text }) => self.heard.send(Heard::Told { round, rank, text }),
-                Ok(ToRank::Ping { sent_ns }) => {
-                    self.answer(sent_ns, there_ns);
-                    Ok(())
-                }
-                Ok(ToRank::Abort(abort)) => return self.abort(abort, Word::Lobby),
-                Ok(ToRank::Table(_)) => Ok(()),
-                Err(_) if self.shared.leaving.load(Ordering::SeqCst) => return,
-                Err(why) => return self.abort(self.lobby_gone(&why), Word::Ours),
-            };
-            if passed_on.is_err() {
-                return;
-            }
-        }
-    }
-
-    fn receive(&mut self) -> Result<ToRank, StreamError> {
-        match self.link.is_readable_within(self.silence).map_err(StreamError::Io)? {
-            true => receive(&mut self.link, MAX_MESSAGE_BYTES, Deadline::after(self.silence)),
-            false => Err(StreamError::TimedOut(self.silence.as_secs_f64())),
-        }
-    }
-
-    fn answer(&self, sent_ns: u64, there_ns: u64) {
-        let pong = ToLobby::Pong { sent_ns, there_ns, answered_ns: Monotonic.now_ns() };
-        // A lobby that takes nothing does not ask again, which will be noticed.
-        let _ = tell(&self.answers, &pong, Deadline::after(SEND));
-    }
-
-    fn lobby_gone(&self, why: &StreamError) -> Abort {
-        let text = match why {
-            StreamError::TimedOut(_) => format!("does not answer, nor the rendezvous beside it: {why}"),
-            _ => format!("is gone, and the rendezvous with it: {why}"),
-        };
-        Abort { culprit: self.lobby.rank, host: self.lobby.host.clone(), text }
-    }
-
-    fn abort(&self, abort: Abort, word: Word) {
-        // Whoever waits at a barrier hears it too.
-        let _ = self.heard.send(Heard::Abort(abort.clone(), word));
-        (self.on_abort)(&abort, word);
+fn entry(ticket: &Ticket<'_>, doors: &Doors) -> Entry {
+    Entry {
+        rank: ticket.rank,
+        host: ticket.host.into(),
+        pid: std::process::id(),
+        tcp: doors.tcp_addr,
+        unix: doors.unix_name.clone(),
     }
 }
 
-fn wait_for_table(link: &mut Socket, deadline: Deadline) -> Result<BTreeMap<Rank, Entry>, RendezvousError> {
-    match receive(link, MAX_MESSAGE_BYTES, deadline)? {
-        ToRank::Table(table) => Ok(table.into_iter().map(|entry| (entry.rank, entry)).collect()),
-        ToRank::Abort(abort) => Err(RendezvousError::Aborted(abort)),
-        ToRank::Go { .. } | ToRank::Told { .. } | ToRank::Ping { .. } => {
-            Err(RendezvousError::Unexpected { expected: "the table" })
-        }
+fn limits(patience: &Patience, now: u64) -> Limits {
+    let left = patience.arrive.left().unwrap_or_default();
+    Limits {
+        arrive_ns: now + left.as_nanos() as u64,
+        arrive_s: patience.arrive.allowed_s(),
+        silence_ns: patience.silence.as_nanos() as u64,
+        barrier_ns: patience.barrier.as_nanos() as u64,
+        local_world: patience.local_world,
+        late_s: lateness_s(patience),
     }
 }
 
-/// Knocks until the lobby opens, and proves itself there.
-fn enter(ticket: &Ticket<'_>) -> Result<TcpStream, RendezvousError> {
-    let addr = format!("{}:{}", ticket.master.0, ticket.master.1);
-    let claim = Claim { role: Role::Rendezvous, from: ticket.rank, to: ticket.rank };
-    let mut cause = "no time was left".to_string();
-    while let Some(left) = ticket.deadline.left() {
-        match knock(ticket.master, left) {
-            Err(error) => cause = error.to_string(),
-            Ok(stream) => {
-                let mut link = Socket::Tcp(stream);
-                match (auth::dial(&mut link, ticket.secret, claim, ticket.deadline), link) {
-                    (Ok(()), Socket::Tcp(stream)) => return Ok(stream),
-                    // A lobby that is about to open, or close, may hang up on us.
-                    (Err(AuthError::Stream(StreamError::Closed)), _) => cause = "it hung up".into(),
-                    (Err(cause), _) => return Err(RendezvousError::Refused { addr, cause }),
-                    (Ok(()), Socket::Unix(_)) => unreachable!("it was opened as TCP"),
-                }
-            }
-        }
-        std::thread::sleep(RETRY);
-    }
-    Err(RendezvousError::CannotReachLobby { addr, waited_s: ticket.deadline.allowed_s(), cause })
+/// How late this process came, where that is later than anybody waits for it: by the launcher's clock, or since it set out.
+fn lateness_s(patience: &Patience) -> Option<f64> {
+    let since = patience.arrive.passed().then(|| patience.arrive.elapsed().as_secs_f64());
+    patience.came_late().map(|late| late.came.as_secs_f64()).or(since)
 }
 
-fn knock(master: (&str, u16), left: Duration) -> std::io::Result<TcpStream> {
+/// Listens where the ranks will look for the first of them; port 0 takes a free one.
+pub fn listen(master: (&str, u16), deadline: Deadline) -> Result<TcpListener, RendezvousError> {
+    let addr = format!("{}:{}", master.0, master.1);
+    let wrong = |cause| RendezvousError::CannotListen { addr: addr.clone(), cause };
     let mut last = std::io::Error::other("the name has no address");
-    for addr in master.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&addr, left).and_then(without_delay) {
+    for addr in resolve(master, deadline).map_err(wrong)? {
+        match TcpListener::bind(addr) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last = error,
+        }
+    }
+    Err(wrong(last))
+}
+
+/// The addresses of a name, within the time left: the system's resolver knows no deadline.
+fn resolve(master: (&str, u16), deadline: Deadline) -> std::io::Result<Vec<SocketAddr>> {
+    if let Ok(ip) = master.0.parse() {
+        return Ok(vec![SocketAddr::new(ip, master.1)]);
+    }
+    let (found, answer) = channel();
+    let (name, port) = (master.0.to_string(), master.1);
+    let resolver = move || {
+        let _ = found.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect));
+    };
+    Builder::new().name("resolver".into()).spawn(resolver)?;
+    let slow =
+        || std::io::Error::new(std::io::ErrorKind::TimedOut, "its name could not be looked up in time");
+    answer.recv_timeout(deadline.left().unwrap_or_default()).map_err(|_| slow())?
+}
+
+/// What is known of a root that cannot be reached.
+#[derive(Default)]
+struct Attempts {
+    cause: String,
+    /// Its host was there, and so was somebody who listened.
+    was_there: bool,
+    /// Its host says, again and again, that nobody is.
+    refused: u32,
+    /// Somebody takes the connection, and says nothing.
+    mute: bool,
+    /// The name or the way there are unknown.
+    dark: bool,
+    /// The longest time that passed without us: stopped, we hear nobody.
+    away: Duration,
+}
+
+impl Attempts {
+    /// Does something that takes no longer than it should; the rest of the time we were not there.
+    fn watched<T>(&mut self, limit: Duration, mut what: impl FnMut() -> T) -> T {
+        let planned = Deadline::after(limit);
+        let result = what();
+        self.away = self.away.max(planned.elapsed().saturating_sub(limit));
+        result
+    }
+}
+
+/// Knocks until the root opens, and proves itself there.
+fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry), RendezvousError> {
+    let addr = format!("{}:{}", ticket.master.0, ticket.master.1);
+    let claim = Claim { role: Role::Rendezvous, from: ticket.rank, to: root };
+    let deadline = ticket.patience.arrive;
+    let mut tries = Attempts { cause: "no time was left".into(), ..Attempts::default() };
+    let (begun_ns, continued_ns) = (Monotonic.now_ns(), continued_ns());
+    if deadline.passed() {
+        // We have not even begun.
+        tries.away = deadline.elapsed();
+    }
+    while let Some(left) = deadline.left() {
+        match tries.watched(KNOCK, || try_knock(ticket.master, deadline, left.min(KNOCK))) {
+            // What takes no time proves nothing by taking longer.
+            Err(error) if left < SHORTEST_PROOF => tries.cause = error.to_string(),
+            Err(error) => tries.failed(&error),
+            Ok(stream) => {
+                (tries.dark, tries.was_there, tries.refused) = (false, true, 0);
+                let tcp = stream.peer_addr()?;
+                // One that says nothing is left in time to see whether it can still be reached.
+                let patience = deadline.or_after((left / 2).max(SHORTEST_PROOF));
+                match prove(&stream, ticket.secret, claim, patience, &mut tries) {
+                    Ok(()) => return Ok((stream, root_entry(root, ticket, tcp))),
+                    // A root that is about to open, or close, or that strangers crowd, may hang up on us.
+                    Err(AuthError::Stream(StreamError::Closed)) => tries.cause = "it hung up".into(),
+                    Err(AuthError::Stream(StreamError::TimedOut(_))) => {
+                        (tries.mute, tries.cause) = (true, "somebody listens there, and says nothing".into());
+                    }
+                    Err(cause) => return Err(RendezvousError::Refused { addr, cause }),
+                }
+            }
+        }
+        if tries.was_there && tries.refused >= GONE_TRIES {
+            break;
+        }
+        tries.watched(RETRY, || std::thread::sleep(RETRY));
+    }
+    // A machine that stalled has stalled the others too.
+    let set_out_ns = begun_ns.saturating_sub(deadline.elapsed().as_nanos() as u64);
+    if continued_ns.load(Ordering::SeqCst) < set_out_ns {
+        tries.away = Duration::ZERO;
+    }
+    Err(RendezvousError::Aborted(tries.verdict(ticket, root, &addr)))
+}
+
+/// Proves itself, and waits in short steps: a process that is stopped meanwhile notices.
+fn prove(
+    stream: &TcpStream,
+    secret: &Secret,
+    claim: Claim,
+    deadline: Deadline,
+    tries: &mut Attempts,
+) -> Result<(), AuthError> {
+    let mut link = Socket::Tcp(stream.try_clone().map_err(StreamError::Io)?);
+    let mut out = vec![];
+    let mut dialing = Dialing::start(secret, claim, &mut out)?;
+    loop {
+        write_all_by(&mut link, &std::mem::take(&mut out), deadline)?;
+        let (mut bytes, mut read) = (vec![0; dialing.needs()], 0);
+        while read < bytes.len() {
+            let step = Deadline::after(STEP).or_before(deadline);
+            match tries.watched(STEP, || read_some_by(&mut link, &mut bytes[read..], step)) {
+                Ok(more) => read += more,
+                Err(StreamError::TimedOut(_)) if !deadline.passed() => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if dialing.take(&bytes, &mut out)?.is_some() {
+            return Ok(());
+        }
+    }
+}
+
+/// Until it says more about itself.
+fn root_entry(rank: Rank, ticket: &Ticket<'_>, tcp: SocketAddr) -> Entry {
+    Entry { rank, host: ticket.master.0.into(), tcp, ..Entry::unknown() }
+}
+
+fn try_knock(master: (&str, u16), deadline: Deadline, limit: Duration) -> std::io::Result<TcpStream> {
+    let mut last = std::io::Error::other("the name has no address");
+    for addr in resolve(master, deadline)? {
+        let opened = TcpStream::connect_timeout(&addr, limit).and_then(|stream| {
+            stream.set_nodelay(true)?;
+            // Where nobody listens, a connection from a port of its own range may reach itself.
+            let itself = stream.local_addr()? == stream.peer_addr()?;
+            if itself { Err(std::io::ErrorKind::ConnectionRefused.into()) } else { Ok(stream) }
+        });
+        match opened {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
         }
     }
     Err(last)
+}
+
+impl Attempts {
+    fn failed(&mut self, error: &std::io::Error) {
+        let refused = error.kind() == std::io::ErrorKind::ConnectionRefused;
+        self.refused = if refused { self.refused + 1 } else { 0 };
+        self.dark = !refused;
+        self.mute &= refused;
+        self.cause = error.to_string();
+    }
+
+    /// Whose fault it is that we are not in.
+    fn verdict(&self, ticket: &Ticket<'_>, root: Rank, addr: &str) -> Abort {
+        let (waited_s, cause) = (ticket.patience.arrive.allowed_s(), &self.cause);
+        let (there, me) = ((root, ticket.master.0.to_string()), (ticket.rank, ticket.host.to_string()));
+        if self.away >= ticket.patience.silence {
+            let (away_s, allowed_s) = (self.away.as_secs_f64(), ticket.patience.silence.as_secs_f64());
+            let text = format!("was stopped for {away_s:.1} s, longer than the {allowed_s:.1} s allowed");
+            return Abort::new(me.0, me.1, text);
+        }
+        if let Some(late) = ticket.patience.came_late().filter(|_| !self.was_there) {
+            let late_s = late.came.as_secs_f64();
+            let text =
+                format!("came too late: {late_s:.1} s after its job began, when nobody was left at {addr}");
+            return match ticket.patience.is_own_lateness(late) {
+                true => Abort::new(me.0, me.1, text),
+                false => Abort::either(there, me, text),
+            };
+        }
+        if self.was_there && !self.mute && self.refused >= GONE_TRIES {
+            return Abort::new(there.0, there.1, format!("is gone: it listened at {addr}, and now {cause}"));
+        }
+        let text = format!("cannot reach the rendezvous at {addr} within {waited_s:.1} s: {cause}");
+        if self.mute {
+            return Abort::new(there.0, there.1, format!("does not answer; {text}"));
+        }
+        if !self.dark && ticket.patience.late.is_some() {
+            return Abort::new(there.0, there.1, format!("did not arrive; {text}"));
+        }
+        let hint = "\nhint: is rank 0 running, and MASTER_ADDR right?";
+        Abort::either(there, me, format!("{text}{hint}"))
+    }
 }

@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Barrier;
 use std::time::Duration;
 
-use crossmesh_comm::auth::{Claim, Role, Secret, answer_session, dial_session};
+use crossmesh_comm::auth::{Claim, Role, Secret, answer, dial};
 use crossmesh_comm::buffer::Sharing;
 use crossmesh_comm::deadline::{Deadline, Socket};
 use crossmesh_comm::engine::EngineOptions;
@@ -92,8 +92,8 @@ pub fn shake_hands(
     let claim = Claim { role: Role::Data, from: a, to: b };
     let (mut x, mut y) = (Socket::Tcp(x), Socket::Tcp(y));
     let (ours, theirs) = std::thread::scope(|scope| {
-        let dialed = scope.spawn(|| dial_session(&mut x, &secret, claim, soon()).unwrap());
-        let (_, theirs) = answer_session(&mut y, &secret, soon(), |_| Ok(())).unwrap();
+        let dialed = scope.spawn(|| dial(&mut x, &secret, claim, soon()).unwrap());
+        let (_, theirs) = answer(&mut y, &secret, soon(), |_| Ok(())).unwrap();
         (dialed.join().unwrap(), theirs)
     });
     match (x.without_timeouts().unwrap(), y.without_timeouts().unwrap()) {

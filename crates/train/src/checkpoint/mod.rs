@@ -17,7 +17,7 @@
 //! ..steps.., until writing.is_finished() on all ranks (or at once)
 //! let report = writing.report();                                         bytes: this rank's part of the manifest, or its error
 //! gather the reports of all ranks on rank 0, in any order
-//! rank 0: store.commit(&facts, &reports)?                                complete from here on; older ones are removed
+//! rank 0: store.commit(&facts, &reports)?                                complete from here on; store.prune() removes older ones
 //! ```
 //!
 //! ([`Draft`] takes the snapshot stage by stage, where stages cannot be lent together.) One save at a time: the next snapshot is written after the last one was committed. Loading, on every rank:

@@ -56,7 +56,7 @@ impl Store {
     }
 
     /// On rank 0, with the reports of all ranks: checks that together they are the whole state, writes the manifest, and makes the checkpoint
-    /// complete; then removes the oldest ones. Returns where it is. Takes a few synchronisations of the disk, so it may have a thread of
+    /// complete. Returns where it is. [`Store::prune`] then removes the oldest ones. Takes a few synchronisations of the disk, so it may have a thread of
     /// its own.
     pub fn commit(&self, facts: &Facts, reports: &[Vec<u8>]) -> Result<PathBuf, CheckpointError> {
         let partial = self.partial(facts.step);
@@ -72,7 +72,6 @@ impl Store {
         let complete = self.complete(facts.step);
         replace(&partial, &complete)?;
         sync_folder(&self.folder)?;
-        self.prune()?;
         Ok(complete)
     }
 
@@ -154,8 +153,8 @@ impl Store {
         Ok(())
     }
 
-    /// Removes the oldest complete ones.
-    fn prune(&self) -> Result<(), CheckpointError> {
+    /// Removes the oldest complete ones. Where that fails there are more than there should be, and none is lost.
+    pub fn prune(&self) -> Result<(), CheckpointError> {
         let steps = self.steps()?;
         let old = steps.len().saturating_sub(self.keep.get());
         steps[..old].iter().try_for_each(|&step| {

@@ -117,7 +117,9 @@ impl World {
         let write = |(rank, stages): (usize, Vec<Held>)| store.write(self.snapshot::<T>(rank, &stages, step));
         let writing: Vec<_> = self.ranks::<T>().into_iter().enumerate().map(write).collect();
         let reports: Vec<Vec<u8>> = writing.into_iter().map(|w| w.report()).collect();
-        store.commit(&facts(step), &reports)
+        let complete = store.commit(&facts(step), &reports)?;
+        store.prune()?;
+        Ok(complete)
     }
 
     /// Loads every rank and compares every element. Returns what each rank read.

@@ -207,7 +207,7 @@ impl Meeting for OverMpi {
         let abort = heard.clone().unwrap_or_else(|| {
             let culprit = fault.blames.unwrap_or(me);
             let host = self.hosts.get(culprit.index()).cloned().unwrap_or_else(|| "an unknown host".into());
-            Abort { culprit, host, text: format!("failed: {}", fault.text) }
+            Abort::new(culprit, host, format!("failed: {}", fault.text))
         });
         self.blamed = Some(abort.culprit);
         self.mpi.leave_unclean();

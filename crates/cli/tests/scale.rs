@@ -1,0 +1,106 @@
+//! Many ranks on one machine: they meet, and each of them needs little.
+//!
+//! `CROSSMESH_SWEEP=1024 cargo test --release -p crossmesh-cli --test scale -- --nocapture` does it with 1,024 and prints what
+//! it took.
+
+#![allow(clippy::print_stdout)] // the numbers are part of what this shows
+
+mod common;
+
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use common::binary;
+use crossmesh_testkit::machine::{descendants, eventually};
+
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Beside those that its program needs.
+const DESCRIPTORS: usize = 32;
+const RESIDENT_BYTES: u64 = 12 << 20;
+
+/// While they meet, all may knock at the first rank at once, beside strangers.
+const STRANGERS: usize = 128;
+
+/// The most descriptors and memory of its own that any rank had. The first one, where all come, counts apart: its most while
+/// they meet, and the fewest since, which is what it keeps.
+#[derive(Debug, Default)]
+struct Most {
+    descriptors: usize,
+    first_descriptors: usize,
+    first_keeps: usize,
+    resident_bytes: u64,
+}
+
+impl Most {
+    fn look(&mut self, launcher: u32) {
+        for pid in descendants(launcher) {
+            // The janitor is none of them.
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            if !String::from_utf8_lossy(&line).contains("\0rank\0") {
+                continue;
+            }
+            let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count);
+            match is_first(pid) {
+                true if descriptors >= self.first_descriptors => {
+                    (self.first_descriptors, self.first_keeps) = (descriptors, descriptors);
+                }
+                true if descriptors > 0 => self.first_keeps = self.first_keeps.min(descriptors),
+                true => {}
+                false => self.descriptors = self.descriptors.max(descriptors),
+            }
+            self.resident_bytes = self.resident_bytes.max(own_bytes(pid));
+        }
+    }
+}
+
+fn is_first(pid: u32) -> bool {
+    let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    environment.split(|byte| *byte == 0).any(|variable| variable == b"RANK=0")
+}
+
+/// Resident memory beside the files that are mapped, of which the program is one.
+fn own_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let kib = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0)
+    };
+    (kib("RssAnon:") + kib("RssShmem:")) << 10
+}
+
+#[expect(clippy::disallowed_methods, reason = "a test of real time, as often as one likes")]
+#[test]
+fn many_ranks_meet_and_need_little() {
+    let ranks: u32 = std::env::var("CROSSMESH_SWEEP").map_or(96, |n| n.parse().unwrap());
+    let half = ranks / 2;
+    let (from, to) = (
+        format!("f32[{},256]@A{{x:{half}}}(x,_)", 4 * half),
+        format!("f32[{},256]@B{{x:{half}}}(x,_)", 4 * half),
+    );
+    let begun = Instant::now();
+    let mut command = binary();
+    command.args(["run", &from, &to, "--arrive", "60s", "--deadline", "20s", "--format", "json"]);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut launcher = command.spawn().unwrap();
+    let mut most = Most::default();
+    let over = eventually(PATIENCE, || {
+        most.look(launcher.id());
+        launcher.try_wait().unwrap().is_some()
+    });
+    let took = begun.elapsed();
+    if !over {
+        let _ = launcher.kill();
+        let _ = launcher.wait();
+        panic!("it does not end");
+    }
+    let said = launcher.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&said.stderr);
+    assert!(said.status.success(), "{stderr}");
+    let report: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
+    assert_eq!((&report["verified"], &report["ranks"]), (&true.into(), &ranks.into()));
+    println!("{ranks} ranks: {took:.1?} from start to end, at most {most:?}");
+    // Everybody exchanges with one other.
+    assert!(most.descriptors <= DESCRIPTORS + 1 && most.first_keeps <= DESCRIPTORS + 1, "{most:?}");
+    assert!(most.first_descriptors <= DESCRIPTORS + STRANGERS + 2 * ranks as usize, "{most:?}");
+    assert!(most.resident_bytes <= RESIDENT_BYTES, "{most:?}");
+}
