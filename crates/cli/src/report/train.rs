@@ -301,7 +301,7 @@ fn speed_curve(report: &TrainReport) -> String {
 }
 
 const BREAKDOWN: &str = "<div class=\"legend\"><span><i class=\"kf\"></i>compute</span>\
-<span><i class=\"kw\"></i>optimizer</span><span><i style=\"background:var(--bound)\"></i>exposed communication</span>\
+<span><i class=\"kw\"></i>optimizer</span><span><i style=\"background:var(--exposed)\"></i>exposed communication</span>\
 <span><i style=\"background:var(--bar)\"></i>bubble</span></div>\n";
 
 fn breakdown(ranks: &[RankTimes]) -> String {
@@ -373,7 +373,7 @@ fn passes(timeline: &Timeline) -> String {
     let gantt = Gantt {
         rows: timeline.rows.iter().take(2 * MAX_ROWS).map(row).collect(),
         end: timeline.predicted_s.max(timeline.measured_s),
-        ideal: None,
+        bound: None,
         unit: |t| Seconds(t).to_string(),
         about: "the passes of one step, predicted and measured".into(),
     };
