@@ -15,6 +15,7 @@ use crossmesh_core::units::parse_bytes;
 
 use crate::Answer;
 use crate::input::read_text;
+use crate::known::{Known, schedules};
 use crate::output;
 use crate::report;
 use crate::timetable::{Timetable, causes, chrome, doc, draw, number, percent};
@@ -54,7 +55,7 @@ enum Several {
 #[derive(Debug, clap::Args)]
 struct OneArgs {
     /// Which schedule
-    #[arg(value_name = "NAME", required_unless_present = "file")]
+    #[arg(value_name = "NAME", required_unless_present = "file", value_parser = Known(schedules), hide_possible_values = true)]
     name: Option<String>,
     /// Read the schedule from a CSV of torch's pipelining instead; `-` reads stdin
     #[arg(long, value_name = "FILE", conflicts_with_all = ["name", "stages", "microbatches", "chunks", "backward", "layout"])]
@@ -68,9 +69,12 @@ struct OneArgs {
     format: Format,
     #[command(flatten)]
     pictures: PictureArgs,
-    /// Also write the step as a Chrome trace, for Perfetto
+    /// Also write the timeline as a figure for a paper: an SVG, 85 mm wide
     #[arg(long, value_name = "FILE", help_heading = "Output")]
-    perfetto: Option<PathBuf>,
+    svg: Option<PathBuf>,
+    /// Also write the step as a Chrome trace, for Perfetto
+    #[arg(long, alias = "perfetto", value_name = "FILE", help_heading = "Output")]
+    trace: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -221,7 +225,10 @@ fn run_one(args: &OneArgs) -> Result<Answer> {
     if let Some(path) = &args.pictures.html {
         output::write_file(path, &report::schedule::render(&table, report::provenance()))?;
     }
-    if let Some(path) = &args.perfetto {
+    if let Some(path) = &args.svg {
+        output::write_file(path, &report::schedule::figure(&table))?;
+    }
+    if let Some(path) = &args.trace {
         output::write_file(path, &chrome::render(&table).context("cannot write the trace")?)?;
     }
     match args.format {

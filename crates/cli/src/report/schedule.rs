@@ -27,15 +27,23 @@ fn class(kind: PassKind) -> &'static str {
 
 /// The timeline of a schedule, on an axis that ends at `end`.
 pub fn timeline(table: &Timetable, end: f64) -> String {
+    gantt(table, end).render(WIDTH)
+}
+
+/// The same as a figure for a paper.
+pub fn figure(table: &Timetable) -> String {
+    super::figure::gantt(&gantt(table, table.makespan()))
+}
+
+fn gantt(table: &Timetable, end: f64) -> Gantt {
     let devices = table.schedule.placement().devices().take(MAX_ROWS);
-    let gantt = Gantt {
+    Gantt {
         rows: devices.map(|device| row(table, device)).collect(),
         end: end.max(table.makespan()),
         bound: Some(table.bound),
         unit: number,
         about: format!("{}: every pass of every device over time", table.schedule.name()),
-    };
-    gantt.render(WIDTH)
+    }
 }
 
 fn row(table: &Timetable, device: DeviceId) -> Row {

@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use crate::Answer;
 use crate::commands::run::RunArgs;
+use crate::known::{Known, all_series};
 use crate::output::{self, Format, Progress, Table};
 use crate::pipeline::{Case, Scale, Series, Specimen, Suite};
 use crate::report;
@@ -45,7 +46,7 @@ pub struct PipelineArgs {
     #[arg(long, value_name = "TEXT")]
     case: Option<String>,
     /// The series to compare [default: all]
-    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = Known(all_series), hide_possible_values = true)]
     series: Vec<String>,
     /// Seconds here for a second of the case [default: so that the shortest step takes about 4 s; predicted: 1]
     #[arg(long, value_name = "FACTOR")]
