@@ -1,14 +1,73 @@
 //! Files that are there whole, or as they were before: a disk may be full.
 
-use std::io::{self, ErrorKind};
+use std::borrow::Cow;
+use std::fs::{File, TryLockError};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
+use flate2::Compression;
+use flate2::read::MultiGzDecoder;
+use flate2::write::GzEncoder;
 
-/// Writes a file, or names it, the reason, and what may help.
+/// More than this in one file is taken for a mistake, or for malice: a few bytes can be made to unpack to anything.
+const MAX_UNPACKED: u64 = 16 << 30;
+/// What a file packed by gzip starts with.
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+
+/// Writes a file, or names it, the reason, and what may help. One whose name ends in `.gz` is packed.
 pub fn write(path: &Path, text: &str) -> Result<()> {
-    let written = write_whole(path, text.as_bytes()).map_err(with_hint);
+    let bytes = packed(path, text)?;
+    let written = write_whole(path, &bytes).map_err(with_hint);
     written.with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn packed<'a>(path: &Path, text: &'a str) -> Result<Cow<'a, [u8]>> {
+    match path.extension().and_then(|ending| ending.to_str()) {
+        Some("gz") => {
+            let mut packer = GzEncoder::new(Vec::new(), Compression::default());
+            packer.write_all(text.as_bytes()).context("cannot pack")?;
+            Ok(packer.finish().context("cannot pack")?.into())
+        }
+        Some(other @ ("zst" | "xz" | "bz2" | "lz4")) => {
+            bail!(
+                "cannot write {}: `.{other}` is not known here\nhint: files are packed by gzip: name it `.gz`",
+                path.display()
+            )
+        }
+        _ => Ok(text.as_bytes().into()),
+    }
+}
+
+/// A file's bytes, unpacked where they were packed, whatever its name is.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    if !bytes.starts_with(&GZIP) {
+        return Ok(bytes);
+    }
+    let mut unpacked = Vec::new();
+    let read = MultiGzDecoder::new(&bytes[..]).take(MAX_UNPACKED + 1).read_to_end(&mut unpacked);
+    read.with_context(|| format!("cannot unpack {}: it is packed by gzip, and broken", path.display()))?;
+    if unpacked.len() as u64 > MAX_UNPACKED {
+        bail!("cannot read {}: it unpacks to more than 16 GiB", path.display());
+    }
+    Ok(unpacked)
+}
+
+/// Makes a folder, and takes it for this process alone until what is returned is dropped or the process ends.
+pub fn lock_folder(folder: &Path) -> Result<File> {
+    let name = folder.display();
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {name}"))?;
+    let held = File::open(folder).with_context(|| format!("cannot open the folder {name}"))?;
+    match held.try_lock() {
+        Ok(()) => Ok(held),
+        Err(TryLockError::WouldBlock) => bail!(
+            "another run is writing into {name}\nhint: wait until it is over, or take another folder: --set log.folder=runs/another"
+        ),
+        Err(TryLockError::Error(error)) => {
+            Err(error).with_context(|| format!("cannot lock the folder {name}"))
+        }
+    }
 }
 
 fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
@@ -61,6 +120,41 @@ mod tests {
         assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
         assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");
+    }
+
+    #[test]
+    fn a_name_says_whether_a_file_is_packed_and_its_bytes_do_when_it_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let text = "{\"transfers\": []}\n".repeat(10_000);
+        write(&at("plan.json"), &text).unwrap();
+        write(&at("plan.json.gz"), &text).unwrap();
+        let bytes = |name: &str| std::fs::metadata(at(name)).unwrap().len();
+        assert!(bytes("plan.json.gz") * 50 < bytes("plan.json"));
+        std::fs::rename(at("plan.json.gz"), at("renamed.json")).unwrap();
+        assert!(
+            read(&at("plan.json")).unwrap() == text.as_bytes()
+                && read(&at("renamed.json")).unwrap() == text.as_bytes()
+        );
+        let whole = std::fs::read(at("renamed.json")).unwrap();
+        for cut in [2, 11, whole.len() / 2, whole.len() - 1] {
+            std::fs::write(at("cut"), &whole[..cut]).unwrap();
+            let error = format!("{:#}", read(&at("cut")).unwrap_err());
+            assert!(error.contains("packed by gzip, and broken"), "{error}");
+        }
+        let error = write(&at("plan.json.zst"), "x").unwrap_err().to_string();
+        assert!(error.contains("`.zst` is not known here"), "{error}");
+    }
+
+    #[test]
+    fn a_folder_is_taken_by_one_at_a_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path().join("runs/one");
+        let held = lock_folder(&run).unwrap();
+        let error = lock_folder(&run).unwrap_err().to_string();
+        assert!(error.starts_with("another run is writing into"), "{error}");
+        drop(held);
+        lock_folder(&run).unwrap();
     }
 
     #[test]

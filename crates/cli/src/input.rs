@@ -24,6 +24,8 @@ use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy};
 use crossmesh_core::step::doc::StepDoc;
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
 
+use crate::files;
+use crate::known::{Known, strategies};
 use crate::rates::NicRates;
 
 /// What moves where, and on which hosts.
@@ -87,7 +89,7 @@ pub struct HostArgs {
 #[command(next_help_heading = "Planning")]
 pub struct PlanArgs {
     /// sendrecv, allgather, broadcast:naive|balance|dfs|greedy, flow, or auto (the fastest of them)
-    #[arg(long, value_name = "S", default_value = "flow")]
+    #[arg(long, value_name = "S", default_value = "flow", value_parser = Known(strategies), hide_possible_values = true)]
     pub strategy: String,
     /// How much arrives before it is forwarded [default: chosen from the sizes]
     #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
@@ -257,7 +259,7 @@ pub fn read_text(path: &Path) -> Result<String> {
     if path.is_dir() {
         bail!("cannot read {name}: it is a directory\nhint: name a file in it");
     }
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read {name}"))?;
+    let bytes = files::read(path)?;
     String::from_utf8(bytes).map_err(|e| {
         anyhow!("cannot read {name}: it is not text (byte {} is not UTF-8)", e.utf8_error().valid_up_to())
     })

@@ -19,6 +19,7 @@ mod commands;
 mod files;
 pub mod input;
 mod joined;
+mod known;
 mod links;
 mod output;
 mod part;
@@ -63,6 +64,7 @@ enum Answer {
 #[derive(Debug, Parser)]
 #[command(name = "crossmesh", version, propagate_version = true)]
 #[command(after_help = "Exit status: 0 yes, 1 the answer is no, 2 could not do it.
+Words (bound, lane, window, exposed, signal, B, W): docs/glossary.md.
 
 Examples:
   crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'

@@ -1,11 +1,13 @@
 //! A plan with everything known about it: the program, its simulated run, and the bound.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
+use crossmesh_core::id::Rank;
 use crossmesh_core::reshard::doc::{Figures, PlanDoc};
 use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::reshard::{Bound, Plan, PlanOptions, Problem, lower_bound, plan};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::trace::Trace;
+use crossmesh_core::units::Bytes;
 use crossmesh_core::verify::{Verified, VerifyError};
 
 use crate::output;
@@ -38,6 +40,7 @@ impl Prediction {
 
     /// Predicts a plan that was proven.
     pub fn of_program(plan: Plan, program: Verified, bound: Bound) -> Result<Self> {
+        fits(&program, &plan.problem)?;
         let trace = simulate(&program, &plan.problem.cluster).context("the plan cannot be simulated")?;
         Ok(Self { plan, program, trace, bound })
     }
@@ -69,6 +72,31 @@ impl Prediction {
     pub fn peak_extra_bytes(&self) -> u64 {
         self.program.ranks.iter().map(|r| r.extra_bytes()).max().unwrap_or(0)
     }
+}
+
+/// Refuses what some device has no room for: its shards before and after, and what it needs meanwhile.
+fn fits(program: &Verified, problem: &Problem) -> Result<()> {
+    for (at, rank) in program.ranks.iter().enumerate() {
+        let rank_id = Rank(at as u32);
+        let host = problem.topology.host(rank_id);
+        let Some(room) = problem.cluster.hosts[host.index()].memory_bytes else { continue };
+        let extra = rank.extra_bytes();
+        let shards = rank.buffers.iter().map(|buffer| buffer.bytes).sum::<u64>() - extra;
+        if shards + extra <= room {
+            continue;
+        }
+        let hint = match room.checked_sub(shards).filter(|left| *left > 0) {
+            Some(left) => format!("its shards fit: --max-extra-bytes {left} leaves the rest"),
+            None => "move fewer tensors at once, or spread them over more devices".into(),
+        };
+        bail!(
+            "device {rank_id} of {host} has {}: its shards before and after take {}, and what arrives meanwhile {}\nhint: {hint}",
+            Bytes(room),
+            Bytes(shards),
+            Bytes(extra)
+        );
+    }
+    Ok(())
 }
 
 /// The program of a plan that the verifier agrees with. Nobody is handed another.

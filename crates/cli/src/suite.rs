@@ -34,7 +34,7 @@ use serde::Deserialize;
 use crate::input::{HostArgs, parse_layout, read_text};
 
 const SCHEMA: &str = "crossmesh.suite/1";
-const BUILT_IN: [(&str, &str); 3] = [
+pub const BUILT_IN: [(&str, &str); 3] = [
     ("paper", include_str!("../suites/paper.toml")),
     ("modern", include_str!("../suites/modern.toml")),
     ("uneven", include_str!("../suites/uneven.toml")),

@@ -19,8 +19,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use common::Scratch;
-use crossmesh_comm::emulate::{Emulation, NicRate};
 use crossmesh_comm::environment::now_ms;
+use crossmesh_comm::lab::emulate::{Emulation, NicRate};
 use crossmesh_testkit::machine::{alive, eventually, inside, needs_root};
 
 /// How long ranks wait for the others to come, for a silent one, and after that to agree.

@@ -184,6 +184,45 @@ fn diff_answers_by_exit_code() {
 }
 
 #[test]
+fn diff_names_tensors_and_says_when_clusters_differ() {
+    let scratch = Scratch::new();
+    let pair = |name: &str, n: u32| {
+        format!("{name}: f32[{n},64]@A{{h:1,g:2}}(g,_) -> f32[{n},64]@B{{h:2,g:2}}(_,_)\n")
+    };
+    let pairs = scratch.file("pairs.txt", pair("small", 64) + &pair("large", 4096) + &pair("same", 2));
+    let pairs = pairs.to_str().unwrap();
+    let (a, b) = (scratch.at("a.json.gz"), scratch.at("b.json"));
+    ok(&["plan", "--pairs", pairs, "-o", &a]);
+    ok(&["plan", "--pairs", pairs, "-o", &b, "--strategy", "sendrecv", "--nic", "25Gbit"]);
+    assert_eq!(std::fs::read(&a).unwrap()[..2], [0x1f, 0x8b], "packed, as its name says");
+    ok(&["verify", &a]);
+    let said = crossmesh(&["diff", &a, &b]);
+    for part in ["cluster ", "10 Gbit/s", "25 Gbit/s", "the clusters differ", "large [", "small ["] {
+        assert!(said.stdout.contains(part), "{part} in {}", said.stdout);
+    }
+    let at = |part: &str| said.stdout.find(part).unwrap();
+    assert!(at("large [") < at("small ["), "the largest first: {}", said.stdout);
+}
+
+#[test]
+fn what_has_no_room_is_refused() {
+    let scratch = Scratch::new();
+    let cluster = |memory: &str| {
+        let text = format!("[[host]]\ncount = 3\ndevices = 2\nnic = \"10Gbit\"\nmemory = \"{memory}\"\n");
+        scratch.file("cluster.toml", text).to_str().unwrap().to_string()
+    };
+    // 16 KiB of f32: halves on the first host, whole on the others.
+    let pair = ["f32[64,64]@A{h:1,g:2}(g,_)", "f32[64,64]@B{h:2,g:2}(_,_)"];
+    let explain = |memory: &str| crossmesh(&["explain", pair[0], pair[1], "--cluster", &cluster(memory)]);
+    assert_eq!(explain("16KiB").code, 0);
+    let refused = explain("12KiB");
+    assert_eq!(refused.code, 2);
+    for part in ["device r2 of h1 has 12.0 KiB", "take 16.0 KiB", "hint: move fewer tensors"] {
+        assert!(refused.stderr.contains(part), "{part} in {}", refused.stderr);
+    }
+}
+
+#[test]
 fn diff_sees_a_changed_order() {
     let scratch = Scratch::new();
     let a = plan_file(&scratch, "a.json", &[]);

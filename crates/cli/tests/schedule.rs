@@ -80,6 +80,8 @@ fn text_shows_rows_bubbles_and_the_answer_last() {
          device 0  F0 F1 ......BW0   ...BW1     idle 33.3 %  peak 2\n\
          device 1  ...F0 BW0   F1 BW1   ......  idle 33.3 %  peak 1\n\n\
          F forward, BW backward, . idle\n\
+         bubble: ramp 16.7 %, dependency 16.7 %; inside a step 33.3 %\n\
+         1.500 × 6, which no schedule of these layers on these devices beats\n\
          makespan 9, bubble 33.3 %, 2 activations of its layers at most on device 0\n"
     );
     let said = ok(&[&args("eager-1f1b", "2", "3")[..], &["--comm", "1"]].concat());
@@ -118,12 +120,87 @@ fn compare_tables_all_of_them() {
 }
 
 #[test]
+fn the_model_and_the_devices_are_two_things() {
+    // The heavy slices of the model are wherever a schedule puts them; the slow device is the same in all.
+    let model = [
+        "--stages",
+        "4",
+        "--microbatches",
+        "8",
+        "--f",
+        "1,1,1,2",
+        "--speed",
+        "1,1,0.5,1",
+        "--format",
+        "json",
+    ];
+    let doc = ok(&[&["schedule", "compare"][..], &model].concat()).json();
+    let bound = doc["lower_bound"].as_f64().unwrap();
+    for entry in doc["schedules"].as_array().unwrap().iter().filter(|e| !e["figures"].is_null()) {
+        let alone = ok(&[&["schedule", entry["name"].as_str().unwrap()][..], &model].concat()).json();
+        assert_eq!(alone["lower_bound"].as_f64().unwrap(), bound, "one bound for all");
+        assert!(alone["makespan"].as_f64().unwrap() >= bound);
+        let device = |d: usize, key: &str| alone["devices"][d][key].as_f64().unwrap();
+        let work: f64 =
+            [1.0, 1.0, 0.5, 1.0].iter().enumerate().map(|(d, speed)| device(d, "busy") * speed).sum();
+        assert!((work - 8.0 * 13.0).abs() < 1e-9, "{entry}: the model's work is the same however it is cut");
+        for d in 0..4 {
+            let idle = device(d, "idle_inside") + device(d, "idle_between");
+            assert!((device(d, "busy") + idle - alone["makespan"].as_f64().unwrap()).abs() < 1e-9);
+            let causes = alone["devices"][d]["idle"].as_object().unwrap();
+            assert!(
+                (causes.values().map(|v| v.as_f64().unwrap()).sum::<f64>() - idle).abs() < 1e-9,
+                "{causes:?}"
+            );
+        }
+    }
+    let search = doc["pareto"][0].as_str().unwrap();
+    assert_eq!(search, doc["best"].as_str().unwrap(), "the shortest is on the front");
+}
+
+#[test]
+fn memory_is_told_in_the_unit_of_its_cap() {
+    let said = ok(&[&args("zbv", "4", "8")[..], &["--memory-cap", "4"]].concat());
+    let peaks = said.stdout.lines().filter_map(|line| line.split_once("peak ")).map(|(_, peak)| peak.trim());
+    let peaks: Vec<f64> = peaks.map(|peak| peak.parse().unwrap()).collect();
+    assert!(peaks.len() == 4 && peaks.iter().all(|peak| *peak <= 4.0), "{peaks:?}");
+}
+
+#[test]
+fn a_file_stands_beside_the_named_ones() {
+    let scratch = Scratch::new();
+    let csv = ok(&[&args("1f1b", "4", "8")[..], &["--format", "csv"]].concat()).stdout;
+    scratch.file("mine.csv", &csv);
+    let mine = scratch.at("mine.csv");
+    let doc = ok(&["schedule", "compare", "--file", &mine, "--format", "json"]).json();
+    let figures = |name: &str| {
+        let entries = doc["schedules"].as_array().unwrap();
+        entries.iter().find(|e| e["name"] == name).unwrap()["figures"].clone()
+    };
+    assert_eq!(figures("mine"), figures("1f1b"));
+    let stderr = refused(&["schedule", "compare", "--file", &mine, "--stages", "2", "--microbatches", "8"]);
+    assert!(stderr.contains("mine.csv has 4 devices and 8 microbatches, the others 2 and 8"), "{stderr}");
+}
+
+#[test]
+fn no_step_of_a_suite_beats_its_bound() {
+    let doc = ok(&["bench", "pipeline", "--predict", "--case", "GPT", "--format", "json"]).json();
+    for case in doc["cases"].as_array().unwrap() {
+        let bound = case["lower_bound_s"].as_f64().unwrap();
+        for series in case["series"].as_array().unwrap() {
+            let seconds = series["predicted_s"].as_f64().unwrap();
+            assert!(bound > 0.0 && seconds >= bound, "{}: {seconds} < {bound}", series["series"]);
+        }
+    }
+}
+
+#[test]
 fn pictures_and_traces_are_files_that_open() {
     let scratch = Scratch::new();
     let (html, trace) = (scratch.at("s.html"), scratch.at("t.json"));
     ok(&[&args("zbv", "4", "8")[..], &["--comm", "0.5", "--html", &html, "--perfetto", &trace]].concat());
     let page = std::fs::read_to_string(html).unwrap();
-    assert!(page.contains("<svg") && page.contains(">F</text>") && page.contains("no bubble 24"));
+    assert!(page.contains("<svg") && page.contains(">F</text>") && page.contains("bound 24.75"));
     assert_eq!(page.matches("<script").count(), 1, "data only");
     let trace: Value = serde_json::from_str(&std::fs::read_to_string(trace).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
@@ -179,7 +256,7 @@ fn costs_may_differ_from_stage_to_stage() {
 
 #[test]
 fn what_cannot_be_is_refused_with_the_constraint() {
-    let cases: [(&[&str], &str); 22] = [
+    let cases: [(&[&str], &str); 24] = [
         (&["1f1b", "--stages", "4", "--microbatches", "8", "--f", "-1"], "the cost of f of stage 0 is -1"),
         (&["1f1b", "--stages", "4", "--microbatches", "8", "--b", "nan"], "the cost of b of stage 0 is NaN"),
         (&["1f1b", "--stages", "4", "--microbatches", "8", "--comm", "inf"], "the cost of comm is inf"),
@@ -198,6 +275,8 @@ fn what_cannot_be_is_refused_with_the_constraint() {
         (&["1f1b", "--stages", "4", "--microbatches", "4000000000"], "more than"),
         (&["nope", "--stages", "4", "--microbatches", "8"], "unknown schedule `nope`"),
         (&["1f1b", "--microbatches", "8"], "--stages is missing"),
+        (&["1f1b", "--stages", "2", "--microbatches", "8", "--speed", "1,0"], "the speed of device 1 is 0"),
+        (&["1f1b", "--stages", "2", "--microbatches", "8", "--speed", "1,1,1"], "3 speeds for 2 devices"),
         (
             &["search", "--stages", "4", "--microbatches", "8", "--memory-cap", "0.5"],
             "no schedule fits: device 0",

@@ -10,13 +10,14 @@ use serde::Serialize;
 
 use crate::Answer;
 use crate::commands::run::RunArgs;
+use crate::known::{Known, suites};
 use crate::output::{self, Format, Progress, Table, count};
 use crate::predict::Prediction;
 use crate::report;
 use crate::runner::RunOptions;
 use crate::suite::{Case, Fit, Reference, Suite};
 
-mod collective;
+pub mod collective;
 mod measured;
 pub mod pipeline;
 mod train;
@@ -54,7 +55,7 @@ struct ReshardArgs {
     #[arg(long)]
     predict: bool,
     /// paper, modern, uneven, or a suite file
-    #[arg(long, value_name = "S", default_value = "paper")]
+    #[arg(long, value_name = "S", default_value = "paper", value_parser = Known(suites), hide_possible_values = true)]
     suite: String,
     /// Only the cases whose name contains this
     #[arg(long, value_name = "TEXT")]

@@ -2,13 +2,15 @@
 
 mod traces;
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use crossmesh_core::reshard::{Plan, Transfer};
-use crossmesh_core::units::{Bytes, Seconds};
+use crossmesh_core::cluster::{Cluster, Host};
+use crossmesh_core::reshard::{Plan, Reshard, Transfer};
+use crossmesh_core::units::{Bytes, Rate, Seconds};
 use serde::Serialize;
 
 use crate::Answer;
@@ -47,8 +49,11 @@ struct Difference {
     same: bool,
     /// Properties of the plan with different values.
     changed: Vec<Change>,
-    /// Host pairs that carry a different number of bytes.
+    /// Host pairs that carry a different number of bytes, the largest difference first.
     traffic: Vec<TrafficChange>,
+    /// Of plans for many: tensors that move a different number of bytes, the largest difference first.
+    tensors: Vec<TensorChange>,
+    /// Transfers, the largest first.
     removed: Vec<String>,
     added: Vec<String>,
 }
@@ -64,6 +69,13 @@ struct Change {
 struct TrafficChange {
     from_host: u32,
     to_host: u32,
+    a_bytes: u64,
+    b_bytes: u64,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+struct TensorChange {
+    name: String,
     a_bytes: u64,
     b_bytes: u64,
 }
@@ -115,7 +127,8 @@ fn compare(a: &PlanFile, b: &PlanFile) -> Difference {
         .filter(|((_, a), (_, b))| a != b)
         .map(|((what, a), (_, b))| Change { what, a, b })
         .collect();
-    let traffic = traffic_changes(&a.plan, &b.plan);
+    changed.extend(layout_changes(&a.plan, &b.plan));
+    let (traffic, tensors) = (traffic_changes(&a.plan, &b.plan), tensor_changes(&a.plan, &b.plan));
     let (removed, added) = transfer_changes(&a.plan, &b.plan);
     if removed.is_empty() && added.is_empty() {
         let first = first_out_of_order(&a.plan, &b.plan);
@@ -124,7 +137,7 @@ fn compare(a: &PlanFile, b: &PlanFile) -> Difference {
         changed.extend(first.map(order));
     }
     let same = changed.is_empty() && traffic.is_empty() && removed.is_empty() && added.is_empty();
-    Difference { schema: "crossmesh.diff/1", same, changed, traffic, removed, added }
+    Difference { schema: "crossmesh.diff/1", same, changed, traffic, tensors, removed, added }
 }
 
 /// The first place where two plans with the same transfers put them, or order them, differently.
@@ -138,19 +151,8 @@ fn first_out_of_order(a: &Plan, b: &Plan) -> Option<usize> {
 
 fn properties(file: &PlanFile) -> Vec<(&'static str, String)> {
     let (plan, doc) = (&file.plan, &file.doc);
-    let layouts =
-        |side: fn(&crossmesh_core::reshard::Reshard) -> String| match plan.problem.reshards.as_slice() {
-            [one] => side(one),
-            many => format!(
-                "{} ({})",
-                count(many.len(), "tensor"),
-                many.iter().map(side).collect::<Vec<_>>().join("; ")
-            ),
-        };
     vec![
-        ("source", layouts(|r| r.src.layout.to_string())),
-        ("destination", layouts(|r| r.dst.layout.to_string())),
-        ("hosts", plan.problem.cluster.hosts.len().to_string()),
+        ("cluster", describe(&plan.problem.cluster)),
         ("strategy", plan.strategy.clone()),
         ("chunk", Bytes(plan.chunk_bytes).to_string()),
         ("transfers", plan.transfers().len().to_string()),
@@ -161,13 +163,95 @@ fn properties(file: &PlanFile) -> Vec<(&'static str, String)> {
     ]
 }
 
+/// `2 hosts of 8 devices, 1 NIC of 10 Gbit/s, local 100 GB/s`: all that times depend on.
+fn describe(cluster: &Cluster) -> String {
+    let mut kinds: Vec<(&Host, usize)> = vec![];
+    for host in &cluster.hosts {
+        match kinds.last_mut().filter(|(last, _)| *last == host) {
+            Some((_, n)) => *n += 1,
+            None => kinds.push((host, 1)),
+        }
+    }
+    let kind = |(host, n): &(&Host, usize)| {
+        let (out, into) =
+            (Rate(host.nic_out_bytes_per_s).to_string(), Rate(host.nic_in_bytes_per_s).to_string());
+        let nic = if out == into { out } else { format!("{out} out, {into} in") };
+        let memory = host.memory_bytes.map_or(String::new(), |bytes| format!(", {} each", Bytes(bytes)));
+        format!(
+            "{} of {}{memory}, {} of {nic}, local {}",
+            count(*n, "host"),
+            count(host.devices as usize, "device"),
+            count(host.nics as usize, "NIC"),
+            Rate(host.local_bytes_per_s)
+        )
+    };
+    let mut words: Vec<String> = kinds.iter().map(kind).collect();
+    if cluster.latency_s > 0.0 {
+        words.push(format!("latency {}", Seconds(cluster.latency_s)));
+    }
+    if !cluster.tiers.is_empty() {
+        words.push(count(cluster.tiers.len(), "tier"));
+    }
+    words.join("; ")
+}
+
+/// A tensor's name, or its number where it has none.
+fn name_of(plan: &Plan, tensor: usize) -> String {
+    let name = &plan.problem.reshards[tensor].name;
+    if name.is_empty() { format!("#{tensor}") } else { name.clone() }
+}
+
+type Side = fn(&Reshard) -> String;
+
+/// Tensors that are there in one plan only, or lie differently.
+fn layout_changes(a: &Plan, b: &Plan) -> Vec<Change> {
+    let sides: [(&'static str, Side); 2] =
+        [("source", |r| r.src.layout.to_string()), ("destination", |r| r.dst.layout.to_string())];
+    let mut changes = vec![];
+    for (what, side) in sides {
+        let named = |plan: &Plan| -> BTreeMap<String, String> {
+            plan.problem.reshards.iter().enumerate().map(|(i, r)| (name_of(plan, i), side(r))).collect()
+        };
+        let (ours, theirs) = (named(a), named(b));
+        let names: BTreeSet<&String> = ours.keys().chain(theirs.keys()).collect();
+        let differing: Vec<&String> = names.into_iter().filter(|n| ours.get(*n) != theirs.get(*n)).collect();
+        let Some(first) = differing.first().copied() else { continue };
+        let of = |map: &BTreeMap<String, String>| map.get(first).cloned().unwrap_or_else(|| "absent".into());
+        let (mut ours, theirs) = (of(&ours), of(&theirs));
+        if a.problem.reshards.len().max(b.problem.reshards.len()) > 1 {
+            ours = format!("{} differ, such as {first}: {ours}", count(differing.len(), "tensor"));
+        }
+        changes.push(Change { what, a: ours, b: theirs });
+    }
+    changes
+}
+
+/// What every tensor moves, where that differs. Of one tensor the whole plan says it.
+fn tensor_changes(a: &Plan, b: &Plan) -> Vec<TensorChange> {
+    if a.problem.reshards.len().max(b.problem.reshards.len()) < 2 {
+        return vec![];
+    }
+    let mut moved: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+    for (plan, first) in [(a, true), (b, false)] {
+        for t in plan.transfers() {
+            let entry = moved.entry(name_of(plan, t.tensor as usize)).or_default();
+            *(if first { &mut entry.0 } else { &mut entry.1 }) += t.bytes;
+        }
+    }
+    let changed = moved.into_iter().filter(|(_, (a, b))| a != b);
+    let mut changes: Vec<TensorChange> =
+        changed.map(|(name, (a_bytes, b_bytes))| TensorChange { name, a_bytes, b_bytes }).collect();
+    changes.sort_by_key(|c| Reverse(c.a_bytes.abs_diff(c.b_bytes)));
+    changes
+}
+
 fn traffic_changes(a: &Plan, b: &Plan) -> Vec<TrafficChange> {
     let (a, b) = (summary::host_traffic(a), summary::host_traffic(b));
     let mut pairs: Vec<_> = a.keys().chain(b.keys()).copied().collect();
     pairs.sort_unstable();
     pairs.dedup();
     let bytes = |of: &BTreeMap<_, summary::Traffic>, pair| of.get(&pair).map_or(0, |t| t.bytes);
-    pairs
+    let mut changes: Vec<TrafficChange> = pairs
         .into_iter()
         .map(|pair| TrafficChange {
             from_host: pair.0.0,
@@ -176,23 +260,28 @@ fn traffic_changes(a: &Plan, b: &Plan) -> Vec<TrafficChange> {
             b_bytes: bytes(&b, pair),
         })
         .filter(|c| c.a_bytes != c.b_bytes)
-        .collect()
+        .collect();
+    changes.sort_by_key(|c| Reverse(c.a_bytes.abs_diff(c.b_bytes)));
+    changes
 }
 
-/// Transfers of one plan that the other has not, as often as they are more.
+/// Transfers of one plan that the other has not, as often as they are more; the largest first.
 fn transfer_changes(a: &Plan, b: &Plan) -> (Vec<String>, Vec<String>) {
-    let mut balance: BTreeMap<(u32, u32, u32, String), i64> = BTreeMap::new();
+    let mut balance: BTreeMap<(String, u32, u32, String), (i64, u64)> = BTreeMap::new();
     for (plan, step) in [(a, 1), (b, -1)] {
         for t in plan.transfers() {
-            let key = (t.tensor, t.src.0, t.dst.0, plan.region(t).to_string());
-            *balance.entry(key).or_default() += step;
+            let key = (name_of(plan, t.tensor as usize), t.src.0, t.dst.0, plan.region(t).to_string());
+            let entry = balance.entry(key).or_default();
+            *entry = (entry.0 + step, t.bytes);
         }
     }
     let many = a.problem.reshards.len() > 1 || b.problem.reshards.len() > 1;
+    let mut unequal: Vec<_> = balance.into_iter().filter(|(_, (n, _))| *n != 0).collect();
+    unequal.sort_by_key(|(_, (_, bytes))| Reverse(*bytes));
     let (mut removed, mut added) = (vec![], vec![]);
-    for ((tensor, src, dst, region), n) in balance {
-        let tensor = if many { format!("#{tensor} ") } else { String::new() };
-        let line = format!("r{src} -> r{dst}  {tensor}{region}");
+    for ((tensor, src, dst, region), (n, bytes)) in unequal {
+        let tensor = if many { format!("{tensor} ") } else { String::new() };
+        let line = format!("r{src} -> r{dst}  {tensor}{region}  {}", Bytes(bytes));
         let side = if n > 0 { &mut removed } else { &mut added };
         side.extend((0..n.unsigned_abs()).map(|_| line.clone()));
     }
@@ -213,8 +302,16 @@ fn render(difference: &Difference) -> String {
         let pair = format!("h{} to h{}", c.from_host, c.to_host);
         table.row([pair, Bytes(c.a_bytes).to_string(), "->".into(), Bytes(c.b_bytes).to_string()]);
     }
+    for c in difference.tensors.iter().take(SHOWN) {
+        let name = format!("tensor {}", c.name);
+        table.row([name, Bytes(c.a_bytes).to_string(), "->".into(), Bytes(c.b_bytes).to_string()]);
+    }
     text += &table.render(0);
     text += &and_more(difference.traffic.len(), SHOWN, "host pair");
+    text += &and_more(difference.tensors.len(), SHOWN, "tensor");
+    if difference.changed.iter().any(|c| c.what == "cluster") {
+        text += "the clusters differ: times are not of the same machines\n";
+    }
     for (sign, lines) in [("-", &difference.removed), ("+", &difference.added)] {
         for line in lines.iter().take(SHOWN) {
             let _ = writeln!(text, "{sign} {line}");

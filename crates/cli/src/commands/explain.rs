@@ -45,6 +45,9 @@ pub struct Args {
     /// Also write a report with pictures: one HTML file
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
+    /// Also write the NICs over time as a figure for a paper: an SVG, 85 mm wide
+    #[arg(long, value_name = "FILE", help_heading = "Output", conflicts_with_all = ["flight", "program"])]
+    svg: Option<PathBuf>,
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
@@ -60,6 +63,9 @@ pub fn run(args: &Args) -> Result<Answer> {
     let prediction = Prediction::of_problem(&problem, &args.plan.options()?)?;
     if let Some(path) = &args.html {
         output::write_file(path, &report::plan::render(&prediction, report::provenance()))?;
+    }
+    if let Some(path) = &args.svg {
+        output::write_file(path, &report::figure::links(&prediction))?;
     }
     match (args.format, args.program) {
         (Format::Text, false) => output::print(&render(&prediction))?,

@@ -1,7 +1,7 @@
 //! `crossmesh schedule`: what does every device do when, how long does a step take, and how much does it hold?
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::ValueEnum;
@@ -15,9 +15,10 @@ use crossmesh_core::units::parse_bytes;
 
 use crate::Answer;
 use crate::input::read_text;
+use crate::known::{Known, schedules};
 use crate::output;
 use crate::report;
-use crate::timetable::{Timetable, chrome, doc, draw, number, percent};
+use crate::timetable::{Timetable, causes, chrome, doc, draw, number, percent};
 
 mod compare;
 mod grid;
@@ -34,6 +35,7 @@ Examples:
   crossmesh schedule minimal-window --stages 4 --microbatches 16 --comm 0.75 --html schedule.html
   crossmesh schedule search --stages 4 --microbatches 8 --f 1,1,1,2 --memory-cap 3
   crossmesh schedule zbv --stages 4 --microbatches 8 --format csv     # for torch's _PipelineScheduleRuntime
+  crossmesh schedule 1f1b --stages 4 --microbatches 8 --speed 1,1,0.5,1   # a slow device
   crossmesh schedule --file mine.csv --comm 0.5
   crossmesh schedule compare --stages 8 --microbatches 32 --comm 0.25"
 )]
@@ -53,7 +55,7 @@ enum Several {
 #[derive(Debug, clap::Args)]
 struct OneArgs {
     /// Which schedule
-    #[arg(value_name = "NAME", required_unless_present = "file")]
+    #[arg(value_name = "NAME", required_unless_present = "file", value_parser = Known(schedules), hide_possible_values = true)]
     name: Option<String>,
     /// Read the schedule from a CSV of torch's pipelining instead; `-` reads stdin
     #[arg(long, value_name = "FILE", conflicts_with_all = ["name", "stages", "microbatches", "chunks", "backward", "layout"])]
@@ -67,9 +69,12 @@ struct OneArgs {
     format: Format,
     #[command(flatten)]
     pictures: PictureArgs,
-    /// Also write the step as a Chrome trace, for Perfetto
+    /// Also write the timeline as a figure for a paper: an SVG, 85 mm wide
     #[arg(long, value_name = "FILE", help_heading = "Output")]
-    perfetto: Option<PathBuf>,
+    svg: Option<PathBuf>,
+    /// Also write the step as a Chrome trace, for Perfetto
+    #[arg(long, alias = "perfetto", value_name = "FILE", help_heading = "Output")]
+    trace: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -121,7 +126,8 @@ enum BackwardArg {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Costs")]
 struct CostArgs {
-    /// A forward through a device's whole share of the layers; a chunk costs its part. One for all, or one for each device or stage
+    /// A forward through a device's share of the layers, a P-th of the model; a chunk costs its part. One for all shares, or one for
+    /// each share or each stage, in model order: whichever device gets it. See --speed for slow devices
     #[arg(long, value_name = "T", value_delimiter = ',', default_value = "1", allow_hyphen_values = true)]
     f: Vec<f64>,
     /// A backward for the inputs
@@ -130,6 +136,9 @@ struct CostArgs {
     /// A backward for the weights; a fused backward costs both
     #[arg(long, value_name = "T", value_delimiter = ',', default_value = "1", allow_hyphen_values = true)]
     w: Vec<f64>,
+    /// How fast every device is: 0.5 takes twice as long for the same layers. One for each device
+    #[arg(long, value_name = "LIST", value_delimiter = ',', allow_hyphen_values = true)]
+    speed: Vec<f64>,
     /// A message from device to device
     #[arg(long, value_name = "T", default_value_t = 0.0, allow_hyphen_values = true)]
     comm: f64,
@@ -185,6 +194,7 @@ fn spec(size: &SizeArgs, costs: &CostArgs) -> Result<Spec> {
             BackwardArg::Split => Backward::Split,
         }),
         work: costs.work()?,
+        speeds: costs.speed.clone(),
         hop: Hop::both(costs.comm),
         // More devices than a schedule may have are refused by their number.
         caps: costs.caps(devices.min(1 << 16)),
@@ -215,7 +225,10 @@ fn run_one(args: &OneArgs) -> Result<Answer> {
     if let Some(path) = &args.pictures.html {
         output::write_file(path, &report::schedule::render(&table, report::provenance()))?;
     }
-    if let Some(path) = &args.perfetto {
+    if let Some(path) = &args.svg {
+        output::write_file(path, &report::schedule::figure(&table))?;
+    }
+    if let Some(path) = &args.trace {
         output::write_file(path, &chrome::render(&table).context("cannot write the trace")?)?;
     }
     match args.format {
@@ -233,18 +246,10 @@ fn timetable(args: &OneArgs) -> Result<Timetable> {
         let name: Name = args.name.as_deref().unwrap_or_default().parse()?;
         let spec = spec(&args.size, &args.costs)?;
         let schedule = generate(name, &spec)?;
-        let costs = spec.costs(schedule.placement())?;
-        return Timetable::new(schedule, &costs, &bytes);
+        return Timetable::new(schedule, &spec, &bytes);
     };
-    let text = read_text(path)?;
-    let stdin = path.as_os_str() == "-";
-    let stem = path.file_stem().filter(|_| !stdin).map(|stem| stem.to_string_lossy().into_owned());
-    let place = if stdin { "stdin".to_string() } else { path.display().to_string() };
-    let schedule = torch_csv::read(stem.as_deref().unwrap_or("stdin"), &text).context(place.clone())?;
-    check(&schedule).map_err(|error| {
-        anyhow!("{error}\nhint: of a pass such as 2BW0, torch's CSV says 2B0; and 2I0 for 2B0")
-            .context(place.clone())
-    })?;
+    let place = place_of(path);
+    let schedule = read_csv(path)?;
     let table = timed_file(schedule, &args.costs, &bytes).context(place.clone())?;
     if let Some(caps) = args.costs.caps(table.schedule.devices().len() as u32) {
         let footprint = Footprint::shares(table.schedule.placement());
@@ -253,15 +258,30 @@ fn timetable(args: &OneArgs) -> Result<Timetable> {
     Ok(table)
 }
 
+fn place_of(path: &Path) -> String {
+    if path.as_os_str() == "-" { "stdin".into() } else { path.display().to_string() }
+}
+
+/// A schedule from torch's CSV, checked.
+fn read_csv(path: &Path) -> Result<Schedule> {
+    let (text, place) = (read_text(path)?, place_of(path));
+    let stem = path.file_stem().filter(|_| place != "stdin").map(|stem| stem.to_string_lossy().into_owned());
+    let schedule = torch_csv::read(stem.as_deref().unwrap_or("stdin"), &text).context(place.clone())?;
+    check(&schedule).map_err(|error| {
+        anyhow!("{error}\nhint: of a pass such as 2BW0, torch's CSV says 2B0; and 2I0 for 2B0").context(place)
+    })?;
+    Ok(schedule)
+}
+
 fn timed_file(schedule: Schedule, args: &CostArgs, bytes: &[u64]) -> Result<Timetable> {
     let devices = schedule.devices().len() as u32;
     let spec = Spec {
         work: args.work()?,
+        speeds: args.speed.clone(),
         hop: Hop::both(args.comm),
         ..Spec::even(devices, schedule.num_microbatches())
     };
-    let costs = spec.costs(schedule.placement())?;
-    Timetable::new(schedule, &costs, bytes)
+    Timetable::new(schedule, &spec, bytes)
 }
 
 /// The text report.
@@ -272,6 +292,18 @@ fn render(table: &Timetable, width: usize) -> String {
     if let Some(bytes) = &table.bytes {
         let most = bytes.iter().copied().fold(0.0, f64::max);
         let _ = writeln!(text, "activations weigh {} at most", crossmesh_core::units::Bytes(most as u64));
+    }
+    let parts = causes(&table.causes());
+    if !parts.is_empty() {
+        let _ = writeln!(text, "bubble: {parts}; inside a step {}", percent(table.timed.inner_bubble()));
+    }
+    if table.bound > 0.0 {
+        let _ = writeln!(
+            text,
+            "{} {}, which no schedule of these layers on these devices beats",
+            table.over_bound(),
+            number(table.bound)
+        );
     }
     let (highest, device) = table.highest();
     let _ = writeln!(

@@ -46,13 +46,13 @@ Examples:
 )]
 pub struct Args {
     /// The config (TOML)
-    #[arg(value_name = "CONFIG")]
-    config: PathBuf,
+    #[arg(value_name = "CONFIG", required_unless_present = "resume")]
+    config: Option<PathBuf>,
     /// Put a value over the config's, such as `train.steps=10` or `stage.0.mesh=dp 2`; may be given several times
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
     /// Go on from the newest checkpoint of the run, or from this one
-    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
+    #[arg(long, value_name = "DIR", num_args = 0..=1)]
     resume: Option<Option<PathBuf>>,
     /// When a rank dies, start again from the newest checkpoint, up to so often
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -88,11 +88,35 @@ pub struct Args {
     /// Write the report here [default: report.html in the run's folder]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
+    /// Also write the loss as a figure for a paper: an SVG, 85 mm wide
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    svg: Option<PathBuf>,
 }
+
+/// What to go on from: nothing, the newest checkpoint, or this one.
+type Resume = Option<Option<PathBuf>>;
 
 impl Args {
     fn format(&self) -> Format {
         if self.json { Format::Json } else { self.format }
+    }
+
+    /// The config, and what to go on from. What stands behind `--resume` may be either: a config is a file, a checkpoint a folder.
+    fn asked(&self) -> Result<(PathBuf, Resume)> {
+        match (&self.config, &self.resume) {
+            (Some(config), Some(Some(other))) if config.is_dir() && other.is_file() => {
+                Ok((other.clone(), Some(Some(config.clone()))))
+            }
+            (Some(config), resume) => Ok((config.clone(), resume.clone())),
+            (None, Some(Some(config))) if !config.is_dir() => Ok((config.clone(), Some(None))),
+            (None, Some(Some(folder))) => {
+                let folder = folder.display();
+                bail!(
+                    "a config is missing: {folder} says where to go on, not what to train\nhint: crossmesh train CONFIG --resume {folder}"
+                )
+            }
+            (None, _) => bail!("a config is missing\nhint: crossmesh train CONFIG --resume"),
+        }
     }
 
     fn nic(&self) -> Option<&str> {
@@ -161,13 +185,14 @@ struct Memory {
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
-    let text = read_text(&args.config)?;
-    let config = Config::read(&args.config.display().to_string(), &text, &args.sets)?;
+    let (path, resume) = args.asked()?;
+    let text = read_text(&path)?;
+    let config = Config::read(&path.display().to_string(), &text, &args.sets)?;
     if args.print_config || args.dry_run {
         let training = Training::open(config, args.nic(), None, Arc::new(|_| {}))?;
         return look(args, &training);
     }
-    train(args, config)
+    train(args, config, &resume)
 }
 
 fn look(args: &Args, training: &Training) -> Result<Answer> {
@@ -197,7 +222,7 @@ impl From {
     }
 }
 
-fn train(args: &Args, config: Config) -> Result<Answer> {
+fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
     let options = args.options()?;
     let me = joined::rank_of_job(args.standalone)?;
     if me.is_some() && args.restarts > 0 {
@@ -206,7 +231,7 @@ fn train(args: &Args, config: Config) -> Result<Answer> {
         );
     }
     let folder = PathBuf::from(&config.log.folder);
-    let mut from = starting_point(args, &config)?;
+    let mut from = starting_point(resume, &config)?;
     if let Some(from) = from.as_ref().filter(|from| from.step >= config.train.steps) {
         bail!(
             "{} is at step {}, and train.steps is {}\nhint: ask for more steps: --set train.steps={}",
@@ -222,9 +247,9 @@ fn train(args: &Args, config: Config) -> Result<Answer> {
     let writes = me.is_none_or(|rank| rank.0 == 0);
     let metrics = folder.join("metrics.jsonl");
     let resumed_at = from.as_ref().map_or(0, |f| f.step);
+    // Held until the run is over.
+    let _lock = if writes { Some(files::lock_folder(&folder)?) } else { None };
     if writes {
-        std::fs::create_dir_all(&folder)
-            .with_context(|| format!("cannot make the folder {}", folder.display()))?;
         files::write(&folder.join("config.toml"), &first.doc.config)?;
         board.open(&metrics, resumed_at)?;
         output::remark(&format!("{}\n{}", first.about(), first.data.describe()));
@@ -253,6 +278,9 @@ fn train(args: &Args, config: Config) -> Result<Answer> {
     if writes && !seen.metrics.is_empty() {
         let page = timeline::report(&first, &seen, board.facts.tokens.is_some());
         output::write_file(&html, &report::train::render(&page, report::provenance()))?;
+        if let Some(path) = &args.svg {
+            output::write_file(path, &report::train::figure(&page))?;
+        }
     }
     let measured = outcome?;
     if !writes {
@@ -273,14 +301,14 @@ fn store(config: &Config) -> Store {
 }
 
 /// The checkpoint that was asked for. A new run does not mix its checkpoints with an old one's.
-fn starting_point(args: &Args, config: &Config) -> Result<Option<From>> {
+fn starting_point(resume: &Resume, config: &Config) -> Result<Option<From>> {
     let store = store(config);
-    match &args.resume {
+    match resume {
         Some(Some(folder)) => Ok(Some(From::open(&Checkpoint::open(folder)?))),
         Some(None) => match newest(&store)? {
             Some(from) => Ok(Some(from)),
             None => bail!(
-                "there is no checkpoint to go on from in {}\nhint: leave --resume out, or name one: --resume=DIR",
+                "there is no checkpoint to go on from in {}\nhint: leave --resume out, or name one: --resume DIR",
                 store.folder().display()
             ),
         },

@@ -6,10 +6,13 @@
 use anyhow::{Context, Result, anyhow, bail};
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::reshard::doc::ClusterDoc;
-use crossmesh_core::schedule::{Hop, Name, Placement, Routes, Schedule, Spec, StageCost, generate};
+use crossmesh_core::reshard::lower_bound;
+use crossmesh_core::schedule::{
+    Costs, Hop, Name, Placement, Routes, Schedule, Spec, StageCost, bound, generate,
+};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::step::doc::{CrossingDoc, SCHEMA, ScheduleDoc, StepDoc, TimesDoc};
-use crossmesh_core::step::{Step, StepProgram, StepReport, lower_step};
+use crossmesh_core::step::{PassTimes, Step, StepProgram, StepReport, lower_step};
 use crossmesh_core::trace::Link;
 
 use super::Case;
@@ -122,6 +125,8 @@ pub struct Specimen {
     pub predicted: StepReport,
     /// No step is shorter: the time in which the busiest NIC carries what crosses.
     pub bandwidth_s: f64,
+    /// No step of this case is shorter, in whatever order passes run and however tensors travel.
+    pub bound_s: f64,
 }
 
 impl Specimen {
@@ -151,8 +156,33 @@ impl Specimen {
         let bandwidth_s =
             trace.links.iter().filter(|l| is_nic(&l.link)).map(|l| l.busy_s()).fold(0.0, f64::max);
         let predicted = StepReport::of(&step, &lowered, &trace);
-        Ok(Self { doc, step, lowered, predicted, bandwidth_s })
+        let bound_s = compute_bound(&step)?.max(wire_bound(&step)?);
+        Ok(Self { doc, step, lowered, predicted, bandwidth_s, bound_s })
     }
+}
+
+/// What the passes take with messages that cost nothing, where weights' gradients may be computed later than inputs'.
+fn compute_bound(step: &Step) -> Result<f64> {
+    let seconds = |ns: u64| ns as f64 * 1e-9;
+    let cost = |t: &PassTimes| StageCost::new(seconds(t.f_ns), seconds(t.b_ns), seconds(t.w_ns));
+    let costs = Costs::new(step.times.iter().map(cost).collect(), Hop::default())?;
+    let microbatches = step.schedule.num_microbatches();
+    // Where a stage needs all of the one before from the start, it waits for its whole pass.
+    let waits =
+        |from: u32| step.crossings.iter().any(|c| c.edge.from.0 == from && c.made >= 1.0 && c.needed <= 0.0);
+    Ok(match (0..step.times.len() as u32 - 1).all(waits) {
+        true => bound::placed(step.schedule.placement(), &costs, microbatches),
+        false => f64::from(microbatches) * costs.stages().iter().map(StageCost::all).fold(0.0, f64::max),
+    })
+}
+
+/// What the busiest crossing takes for all microbatches at its own bound. Gradients may go the other way meanwhile.
+fn wire_bound(step: &Step) -> Result<f64> {
+    let mut longest: f64 = 0.0;
+    for crossing in &step.crossings {
+        longest = longest.max(lower_bound(&crossing.forward.problem)?.seconds);
+    }
+    Ok(longest * f64::from(step.schedule.num_microbatches()))
 }
 
 fn is_nic(link: &Link) -> bool {

@@ -35,7 +35,7 @@ pub struct Gantt {
     pub rows: Vec<Row>,
     pub end: f64,
     /// Drawn as a line: nothing could end before it.
-    pub ideal: Option<f64>,
+    pub bound: Option<f64>,
     /// How a time is written.
     pub unit: fn(f64) -> String,
     pub about: String,
@@ -70,8 +70,8 @@ impl Gantt {
             svg += &render_row(row, y, width, &x);
             y += height(row);
         }
-        if let Some(ideal) = self.ideal.filter(|ideal| *ideal < self.end) {
-            let (at, label) = (x(ideal), (self.unit)(ideal));
+        if let Some(bound) = self.bound.filter(|bound| *bound > 0.0 && *bound <= self.end) {
+            let (at, label) = (x(bound), (self.unit)(bound));
             let _ = writeln!(
                 svg,
                 "<line class=\"boundline\" x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{}\" y2=\"{bottom}\"/>",
@@ -79,7 +79,7 @@ impl Gantt {
             );
             let _ = writeln!(
                 svg,
-                "<text class=\"bound\" x=\"{:.1}\" y=\"{}\" text-anchor=\"end\">no bubble {label}</text>",
+                "<text class=\"bound\" x=\"{:.1}\" y=\"{}\" text-anchor=\"end\">bound {label}</text>",
                 at - 5.0,
                 TOP - 9.0
             );
@@ -148,7 +148,7 @@ mod tests {
             let gantt = Gantt {
                 rows: rows(end),
                 end: 100.0,
-                ideal: Some(50.0),
+                bound: Some(50.0),
                 unit: |t| t.to_string(),
                 about: String::new(),
             };
@@ -156,6 +156,6 @@ mod tests {
         };
         assert!(svg(10.0).contains(">F12</text>") && svg(1.5).contains(">F</text>"));
         assert!(!svg(0.1).contains("class=\"on\""));
-        assert!(svg(10.0).contains("a &amp; b") && svg(10.0).contains("no bubble 50"));
+        assert!(svg(10.0).contains("a &amp; b") && svg(10.0).contains("bound 50"));
     }
 }

@@ -67,10 +67,8 @@ pub fn render(traffic: &BTreeMap<(HostId, HostId), Traffic>) -> String {
         cell.transfers += t.transfers;
         *local &= from == to;
     }
-    // Traffic inside hosts has a scale of its own: there is often far more of it.
-    let max_of =
-        |inside: bool| cells.values().filter(|c| c.1 == inside).map(|c| c.0.bytes).max().unwrap_or(1).max(1);
-    let (max_local, max_remote) = (max_of(true), max_of(false));
+    // One scale for all cells, so that any two compare.
+    let max = cells.values().map(|c| c.0.bytes).max().unwrap_or(1).max(1);
     let labelled = columns.len() <= MAX_LABELLED;
     let (w, h) = if labelled { (72.0, 34.0) } else { (22.0, 22.0) };
     let (left, top) = (72.0, 40.0);
@@ -113,7 +111,6 @@ pub fn render(traffic: &BTreeMap<(HostId, HostId), Traffic>) -> String {
     }
     for ((r, c), (t, local)) in &cells {
         let (x, y) = (left + w * *c as f64, top + h * *r as f64);
-        let max = if *local { max_local } else { max_remote };
         let heat = 0.15 + 0.85 * (t.bytes as f64 / max as f64);
         let class = if *local { "local" } else { "out" };
         let _ = writeln!(

@@ -5,6 +5,7 @@
 use std::fmt::Write as _;
 
 pub mod bench;
+pub mod figure;
 pub mod gantt;
 pub mod matrix;
 pub mod pipeline;

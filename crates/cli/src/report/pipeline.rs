@@ -38,8 +38,8 @@ fn render_case(case: &CaseResult) -> String {
         format!("<h2>{}</h2>\n<p class=\"note\">{}</p>\n", escape(&case.name), escape(&case.about));
     html += &figures(case);
     let _ = writeln!(html, "<div class=\"panel\">\n{}</div>", bars(case));
-    html += "<p class=\"note\">Timelines, predicted above measured: a row per device, F dark, B and W lighter, the bubble left \
-             white; below it what was under way between stages, activations and gradients.</p>\n";
+    html += "<p class=\"note\">Timelines, predicted above measured: a row per device, the bubble left \
+             empty; below it what was under way between stages, activations and gradients.</p>\n";
     for series in &case.series {
         let _ = writeln!(
             html,
@@ -55,10 +55,14 @@ fn render_case(case: &CaseResult) -> String {
 fn figures(case: &CaseResult) -> String {
     use crate::pipeline::Series;
     let mut cards = String::new();
-    if let (Some(ours), Some(signal)) = (case.of(Series::MinimalWindow), case.of(Series::Signal)) {
-        let over = ours.seconds() / signal.seconds().max(ours.bandwidth_s);
-        let class = if over <= 1.03 { "good" } else { "" };
-        cards += &card(&format!("{over:.3} ×"), "of what nothing can beat: minimal-window", class);
+    cards += &card(
+        &Seconds(case.lower_bound_s).to_string(),
+        "the bound: no step of this case is shorter",
+        "bound",
+    );
+    if let Some(ours) = case.of(Series::MinimalWindow) {
+        let over = ours.seconds() / case.lower_bound_s;
+        cards += &card(&format!("{over:.3} ×"), "the bound: minimal-window", "");
     }
     if let (Some(ours), Some(alpa)) = (case.of(Series::MinimalWindow), case.of(Series::AllGather)) {
         let gain = 100.0 * (alpa.seconds() / ours.seconds() - 1.0);
@@ -87,9 +91,9 @@ fn bars(case: &CaseResult) -> String {
             y + BAR,
             escape(s.series)
         );
-        svg += &bar(s, s.predicted_s, "predicted", y, &x, "#9db7d5");
+        svg += &bar(s, s.predicted_s, "predicted", y, &x, "var(--bar)");
         if let Some(median) = s.median_s {
-            svg += &bar(s, median, "measured", y + BAR, &x, "#2f6db3");
+            svg += &bar(s, median, "measured", y + BAR, &x, "var(--ours)");
         }
     }
     svg + "</svg>\n"
@@ -97,7 +101,7 @@ fn bars(case: &CaseResult) -> String {
 
 fn bar(s: &SeriesResult, seconds: f64, what: &str, y: f64, x: &dyn Fn(f64) -> f64, colour: &str) -> String {
     format!(
-        "<rect x=\"{LEFT}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{colour}\"><title>{} {what}: {}</title></rect>\
+        "<rect x=\"{LEFT}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" style=\"fill:{colour}\"><title>{} {what}: {}</title></rect>\
          <text x=\"{:.1}\" y=\"{:.1}\" class=\"value\">{} {what}</text>\n",
         x(seconds) - LEFT,
         BAR - 2.0,
@@ -111,13 +115,13 @@ fn bar(s: &SeriesResult, seconds: f64, what: &str, y: f64, x: &dyn Fn(f64) -> f6
 
 fn colour(kind: &str) -> &'static str {
     match kind {
-        "F" => "#2f6db3",
-        "B" => "#d98032",
-        "W" => "#e9c46a",
-        "BW" => "#d9a032",
-        "act" => "#7aa6d8",
-        "grad" => "#e3a579",
-        _ => "#999999",
+        "F" => "var(--pf)",
+        "B" => "var(--pb)",
+        "W" => "var(--pw)",
+        "BW" => "var(--pbw)",
+        "act" => "var(--act)",
+        "grad" => "var(--grad)",
+        _ => "var(--po)",
     }
 }
 
@@ -180,7 +184,7 @@ fn block(bar: &Bar, y: f64, height: f64, x: &dyn Fn(f64) -> f64) -> String {
     let (left, right) = (x(bar.start_s), x(bar.end_s));
     let width = (right - left).max(0.2);
     let mut svg = format!(
-        "<rect x=\"{left:.2}\" y=\"{y:.1}\" width=\"{:.2}\" height=\"{height:.1}\" fill=\"{}\"><title>{} {} from {} to {}</title></rect>",
+        "<rect x=\"{left:.2}\" y=\"{y:.1}\" width=\"{:.2}\" height=\"{height:.1}\" style=\"fill:{}\"><title>{} {} from {} to {}</title></rect>",
         (width - 0.15).max(0.15),
         colour(bar.kind),
         bar.kind,
@@ -192,7 +196,7 @@ fn block(bar: &Bar, y: f64, height: f64, x: &dyn Fn(f64) -> f64) -> String {
     if width > 5.5 * letters + 2.0 && height > 10.0 {
         let _ = write!(
             svg,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" style=\"font-size:8px;fill:white\">{}{}</text>",
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" class=\"on\" style=\"font-size:8px\">{}{}</text>",
             left + width / 2.0,
             y + height - 4.0,
             bar.kind,

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use crossmesh_core::id::DeviceId;
 use crossmesh_core::schedule::{PassKind, Via};
 
-use crate::timetable::{Timetable, doc, number, percent};
+use crate::timetable::{Timetable, causes, doc, number, percent};
 
 use super::gantt::{Bar, Gantt, Row};
 use super::{Page, card, escape};
@@ -25,17 +25,25 @@ fn class(kind: PassKind) -> &'static str {
     }
 }
 
-/// The timeline of a schedule.
-pub fn timeline(table: &Timetable) -> String {
+/// The timeline of a schedule, on an axis that ends at `end`.
+pub fn timeline(table: &Timetable, end: f64) -> String {
+    gantt(table, end).render(WIDTH)
+}
+
+/// The same as a figure for a paper.
+pub fn figure(table: &Timetable) -> String {
+    super::figure::gantt(&gantt(table, table.makespan()))
+}
+
+fn gantt(table: &Timetable, end: f64) -> Gantt {
     let devices = table.schedule.placement().devices().take(MAX_ROWS);
-    let gantt = Gantt {
+    Gantt {
         rows: devices.map(|device| row(table, device)).collect(),
-        end: table.makespan(),
-        ideal: Some(table.ideal()),
+        end: end.max(table.makespan()),
+        bound: Some(table.bound),
         unit: number,
         about: format!("{}: every pass of every device over time", table.schedule.name()),
-    };
-    gantt.render(WIDTH)
+    }
 }
 
 fn row(table: &Timetable, device: DeviceId) -> Row {
@@ -61,7 +69,7 @@ fn row(table: &Timetable, device: DeviceId) -> Row {
     }
     let lanes = [lane(table, device, true), lane(table, device, false), moves];
     let note =
-        format!("idle {}, peak {}", percent(table.timed.device_bubble(device)), number(table.peaks[d]));
+        format!("idle {}, peak {}", percent(table.timed.device_bubble(device)), number(table.shares[d]));
     Row { name: device.to_string(), bars, lanes: lanes.into_iter().filter(|l| !l.is_empty()).collect(), note }
 }
 
@@ -70,7 +78,7 @@ fn lane(table: &Timetable, device: DeviceId, activations: bool) -> Vec<Bar> {
     let of = |message: &&crossmesh_core::schedule::Message| {
         message.from == device && matches!(message.via, Via::Activation(_)) == activations
     };
-    let (what, class) = if activations { ("activation", "out") } else { ("gradient", "in") };
+    let (what, class) = if activations { ("activation", "act") } else { ("gradient", "grad") };
     let bar = |m: &crossmesh_core::schedule::Message| Bar {
         start: m.span.start,
         end: m.span.end,
@@ -91,8 +99,8 @@ const LEGEND: &str = "<div class=\"legend\">\
 <span><i class=\"kf\"></i>F forward</span><span><i class=\"kb\"></i>B backward for inputs</span>\
 <span><i class=\"kw\"></i>W backward for weights</span><span><i class=\"kbw\"></i>BW both in one</span>\
 <span>small letters: every second chunk</span>\
-<span><i style=\"background:var(--out)\"></i>activations on their way</span>\
-<span><i style=\"background:var(--in)\"></i>gradients on their way</span></div>\n";
+<span><i style=\"background:var(--act)\"></i>activations on their way</span>\
+<span><i style=\"background:var(--grad)\"></i>gradients on their way</span></div>\n";
 
 /// The page of one schedule.
 pub fn render(table: &Timetable, provenance: Vec<String>) -> String {
@@ -100,10 +108,15 @@ pub fn render(table: &Timetable, provenance: Vec<String>) -> String {
     let mut body = String::from("<div class=\"cards\">\n");
     body += &card(&number(table.makespan()), "makespan", "");
     body += &card(&percent(table.timed.bubble()), "bubble", "");
-    body += &card(&number(table.ideal()), "without a bubble", "bound");
+    body += &card(&percent(table.timed.inner_bubble()), "bubble inside a step", "");
+    body += &card(&number(table.bound), "the bound: no schedule is shorter", "bound");
     body += &card(&number(highest), &format!("activations of its layers at most, {device}"), "");
-    let _ =
-        write!(body, "</div>\n<h2>Timeline</h2>\n{LEGEND}<div class=\"panel\">\n{}</div>\n", timeline(table));
+    let _ = write!(
+        body,
+        "</div>\n<h2>Timeline</h2>\n{LEGEND}<p class=\"note\">Idle: {}.</p>\n<div class=\"panel\">\n{}</div>\n",
+        escape(&causes(&table.causes())),
+        timeline(table, table.makespan())
+    );
     Page {
         title: format!("Schedule {}", table.schedule.name()),
         subtitle: escape(&table.size()),
@@ -136,14 +149,16 @@ pub fn render_all(
         let _ = writeln!(body, "<tr>{cells}</tr>");
     }
     let _ = write!(body, "</table>\n</div>\n<h2>Timelines</h2>\n{LEGEND}");
+    let longest = tables.iter().map(|table| table.makespan()).fold(0.0, f64::max);
     for table in tables {
         let _ = write!(
             body,
-            "<div class=\"panel\"><h3>{}<span class=\"over\">makespan {}, bubble {}</span></h3>\n{}</div>\n<p></p>\n",
+            "<div class=\"panel\"><h3>{}<span class=\"over\">makespan {}, bubble {} ({})</span></h3>\n{}</div>\n<p></p>\n",
             escape(table.schedule.name()),
             number(table.makespan()),
             percent(table.timed.bubble()),
-            timeline(table)
+            escape(&causes(&table.causes())),
+            timeline(table, longest)
         );
     }
     let data: Vec<_> = tables.iter().map(|table| doc::document(table)).collect();

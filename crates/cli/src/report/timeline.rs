@@ -122,7 +122,7 @@ fn row(prediction: &Prediction, row: &Row, y: f64, x: &dyn Fn(f64) -> f64) -> St
 }
 
 /// What fits to the left of a row; tiers may have long names.
-fn shortened(name: &str) -> String {
+pub fn shortened(name: &str) -> String {
     const CHARS: usize = 18;
     match name.chars().count() > CHARS {
         true => name.chars().take(CHARS - 1).chain(['…']).collect(),
@@ -131,7 +131,7 @@ fn shortened(name: &str) -> String {
 }
 
 /// The stretches themselves, or their average over buckets where there are more than pixels.
-fn resampled(busy: &[Busy], end_s: f64) -> Vec<Busy> {
+pub fn resampled(busy: &[Busy], end_s: f64) -> Vec<Busy> {
     if busy.len() <= MAX_STEPS || end_s <= 0.0 {
         return busy.to_vec();
     }

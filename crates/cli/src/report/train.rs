@@ -278,9 +278,20 @@ fn smoothed(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     (0..points.len()).map(mean).collect()
 }
 
+/// The loss as a figure for a paper.
+pub fn figure(report: &TrainReport) -> String {
+    let points = losses(report);
+    let floor = report.reachable_loss.map(|loss| (loss, format!("best possible {loss:.4}")));
+    let floor = floor.as_ref().map(|(loss, words)| (*loss, words.as_str()));
+    super::figure::curve(&points, &smoothed(&points), floor, "loss")
+}
+
+fn losses(report: &TrainReport) -> Vec<(f64, f64)> {
+    report.metrics.iter().filter_map(|m: &StepMetrics| Some((m.step as f64, m.loss?))).collect()
+}
+
 fn loss_curve(report: &TrainReport) -> String {
-    let point = |m: &StepMetrics| Some((m.step as f64, m.loss?));
-    let points: Vec<(f64, f64)> = report.metrics.iter().filter_map(point).collect();
+    let points = losses(report);
     let ideal = report.reachable_loss.map(|loss| (loss, format!("best possible {loss:.4}")));
     let label = |value: f64| format!("{value:.2}");
     Curve { smooth: smoothed(&points), points, ideal, from_zero: false, about: "loss over steps", label }
@@ -301,7 +312,7 @@ fn speed_curve(report: &TrainReport) -> String {
 }
 
 const BREAKDOWN: &str = "<div class=\"legend\"><span><i class=\"kf\"></i>compute</span>\
-<span><i class=\"kw\"></i>optimizer</span><span><i style=\"background:var(--bound)\"></i>exposed communication</span>\
+<span><i class=\"kw\"></i>optimizer</span><span><i style=\"background:var(--exposed)\"></i>exposed communication</span>\
 <span><i style=\"background:var(--bar)\"></i>bubble</span></div>\n";
 
 fn breakdown(ranks: &[RankTimes]) -> String {
@@ -373,7 +384,7 @@ fn passes(timeline: &Timeline) -> String {
     let gantt = Gantt {
         rows: timeline.rows.iter().take(2 * MAX_ROWS).map(row).collect(),
         end: timeline.predicted_s.max(timeline.measured_s),
-        ideal: None,
+        bound: None,
         unit: |t| Seconds(t).to_string(),
         about: "the passes of one step, predicted and measured".into(),
     };

@@ -1,7 +1,7 @@
 //! The document `crossmesh.schedule/1`.
 
 use crossmesh_core::id::DeviceId;
-use crossmesh_core::schedule::Via;
+use crossmesh_core::schedule::{Bubble, Via};
 use serde::Serialize;
 
 use super::Timetable;
@@ -17,9 +17,33 @@ pub struct Document<'a> {
     makespan: f64,
     /// The share of all devices' time in which nothing is computed.
     bubble: f64,
+    /// The same within the longest time from a device's first pass to its last, as the zero-bubble papers count it.
+    bubble_inside: f64,
+    /// That time: what a step takes where steps follow each other without a barrier.
+    period: f64,
+    /// No schedule for this pipeline is shorter, whatever its chunks are.
+    lower_bound: f64,
+    /// What the bubble is made of: shares that add up to it.
+    bubble_causes: Causes,
     devices: Vec<Device>,
     /// What takes time between devices.
     messages: Vec<MessageDoc>,
+}
+
+/// Why devices are idle.
+#[derive(Debug, Serialize)]
+pub struct Causes {
+    ramp: f64,
+    imbalance: f64,
+    communication: f64,
+    dependency: f64,
+}
+
+impl From<Bubble> for Causes {
+    fn from(bubble: Bubble) -> Self {
+        let Bubble { ramp, imbalance, communication, dependency } = bubble;
+        Self { ramp, imbalance, communication, dependency }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -29,6 +53,11 @@ struct Device {
     stages: Vec<u32>,
     busy: f64,
     bubble: f64,
+    /// Idle between its first pass and its last, and before and behind them: with `busy`, the makespan.
+    idle_inside: f64,
+    idle_between: f64,
+    /// The same idle time by cause.
+    idle: Causes,
     /// In activations of one stage.
     peak_activations: f64,
     /// In activations of the device's whole share of the layers.
@@ -69,6 +98,10 @@ pub fn document(table: &Timetable) -> Document<'_> {
         chunks: schedule.placement().num_chunks(),
         makespan: table.timed.makespan,
         bubble: table.timed.bubble(),
+        bubble_inside: table.timed.inner_bubble(),
+        period: table.timed.period(),
+        lower_bound: table.bound,
+        bubble_causes: table.causes().into(),
         devices: schedule.placement().devices().map(|d| device(table, d)).collect(),
         messages: messages(table),
     }
@@ -91,6 +124,9 @@ fn device(table: &Timetable, device: DeviceId) -> Device {
         stages: placement.stages_on(device).iter().map(|s| s.0).collect(),
         busy: table.timed.busy[d],
         bubble: table.timed.device_bubble(device),
+        idle_inside: table.timed.idle_inside(device),
+        idle_between: table.makespan() - table.timed.busy[d] - table.timed.idle_inside(device),
+        idle: table.bubbles[d].into(),
         peak_activations: table.peaks[d],
         peak_memory: table.shares[d],
         peak_bytes: table.bytes.as_ref().map(|bytes| bytes[d]),

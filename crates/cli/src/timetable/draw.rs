@@ -77,7 +77,7 @@ pub fn draw(table: &Timetable, width: usize) -> String {
             text,
             "{name:name_width$}  {row}  idle {:>6}  peak {}",
             percent(table.timed.device_bubble(device)),
-            number(table.peaks[device.index()])
+            number(table.shares[device.index()])
         );
         if let Some(lane) = sends(table, device, scale) {
             let _ = writeln!(text, "{:name_width$}  {}", "  sends", lane.trim_end());

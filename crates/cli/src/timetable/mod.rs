@@ -7,7 +7,7 @@ pub mod draw;
 use anyhow::{Context, Result};
 use crossmesh_core::id::DeviceId;
 use crossmesh_core::schedule::memory::{Level, peaks, timeline};
-use crossmesh_core::schedule::{Costs, Footprint, Schedule, Timed, check, time};
+use crossmesh_core::schedule::{Bubble, Footprint, Schedule, Spec, Timed, bubble, check, time};
 
 /// A schedule that was checked, and when everything happens.
 pub struct Timetable {
@@ -19,29 +19,41 @@ pub struct Timetable {
     pub shares: Vec<f64>,
     /// The same in bytes, where it is known what an activation weighs.
     pub bytes: Option<Vec<f64>>,
+    /// Why every device is idle.
+    pub bubbles: Vec<Bubble>,
+    /// No schedule for this pipeline is shorter, whatever its chunks are.
+    pub bound: f64,
 }
 
 impl Timetable {
     /// `activation_bytes` holds a number for all stages, for each device's whole share, or for each stage.
-    pub fn new(schedule: Schedule, costs: &Costs, activation_bytes: &[u64]) -> Result<Self> {
+    pub fn new(schedule: Schedule, spec: &Spec, activation_bytes: &[u64]) -> Result<Self> {
         check(&schedule).with_context(|| format!("{} cannot be run", schedule.name()))?;
-        let timed = time(&schedule, costs)?;
         let placement = schedule.placement();
+        let timed = time(&schedule, &spec.costs(placement)?)?;
+        let chunks = |device| placement.stages_on(device).len();
+        let even = placement.devices().all(|device| chunks(device) == placement.num_chunks());
+        let (bubbles, bound) = (bubble::split(&schedule, &timed), spec.bound_of(even));
         let held = |footprint: &Footprint| {
             peaks(&schedule, &timed, footprint).iter().map(|peak| peak.amount).collect::<Vec<_>>()
         };
         let bytes = stage_bytes(&schedule, activation_bytes)?.map(|bytes| held(&Footprint::bytes(bytes)));
         let (units, shares) = (held(&Footprint::units(placement)), held(&Footprint::shares(placement)));
-        Ok(Self { peaks: units, shares, bytes, schedule, timed })
+        Ok(Self { peaks: units, shares, bytes, bubbles, bound, schedule, timed })
     }
 
     pub fn makespan(&self) -> f64 {
         self.timed.makespan
     }
 
-    /// Nothing is shorter: the busiest device without a pause.
-    pub fn ideal(&self) -> f64 {
-        self.timed.busy.iter().copied().fold(0.0, f64::max)
+    /// What kept devices idle, as shares of all their time.
+    pub fn causes(&self) -> Bubble {
+        bubble::shares(&self.bubbles, self.makespan())
+    }
+
+    /// How many times the bound it takes: `1.125 ×`, or nothing where nothing costs anything.
+    pub fn over_bound(&self) -> String {
+        over(self.makespan(), self.bound)
     }
 
     /// The most that any device holds, in shares, and which one.
@@ -91,6 +103,24 @@ pub fn number(value: f64) -> String {
     let text = format!("{value:.4}");
     let text = text.trim_end_matches('0').trim_end_matches('.');
     if text.is_empty() || text == "-0" { "0".into() } else { text.into() }
+}
+
+/// How many times the bound a makespan is.
+pub fn over(makespan: f64, bound: f64) -> String {
+    if bound > 0.0 { format!("{:.3} ×", makespan / bound) } else { "–".into() }
+}
+
+/// `ramp 27.3 %, dependency 6.0 %`: what there is of each, largest first.
+pub fn causes(shares: &Bubble) -> String {
+    let mut parts = [
+        ("ramp", shares.ramp),
+        ("imbalance", shares.imbalance),
+        ("communication", shares.communication),
+        ("dependency", shares.dependency),
+    ];
+    parts.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let shown = parts.iter().filter(|(_, share)| *share >= 0.0005);
+    shown.map(|(name, share)| format!("{name} {}", percent(*share))).collect::<Vec<_>>().join(", ")
 }
 
 /// A share as a percentage: `27.3 %`.

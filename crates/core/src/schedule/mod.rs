@@ -9,6 +9,8 @@
 //! device 1   1F0 1BW0 1F1 1BW1            0BW0 needs 0F0 (own) and 1BW0 (its gradient, over the same edge)
 //! ```
 
+pub mod bound;
+pub mod bubble;
 pub mod check;
 mod costs;
 mod error;
@@ -23,6 +25,7 @@ mod routes;
 mod time;
 pub mod torch_csv;
 
+pub use bubble::Bubble;
 pub use check::{Check, CheckError, check};
 pub use costs::{Channel, Costs, Hop, StageCost};
 pub use error::ScheduleError;

@@ -63,6 +63,29 @@ impl Timed {
         Span { start, end: spans.iter().map(|s| s.end).fold(start, f64::max) }
     }
 
+    /// The longest time from any device's first pass to its last. Steps that follow each other without a barrier, as in the
+    /// zero-bubble papers, take so long each.
+    pub fn period(&self) -> f64 {
+        let length = |d| {
+            let span = self.span_of(DeviceId::at(d));
+            span.end - span.start
+        };
+        (0..self.spans.len()).map(length).fold(0.0, f64::max)
+    }
+
+    /// The share of that time in which nothing is computed: the bubble as the zero-bubble papers count it.
+    pub fn inner_bubble(&self) -> f64 {
+        let (busy, period) = (self.busy.iter().sum::<f64>(), self.period());
+        let whole = period * self.busy.len() as f64;
+        if whole > 0.0 { (1.0 - busy / whole).max(0.0) } else { 0.0 }
+    }
+
+    /// The time a device is idle between its first pass and its last.
+    pub fn idle_inside(&self, device: DeviceId) -> f64 {
+        let span = self.span_of(device);
+        (span.end - span.start - self.busy[device.index()]).max(0.0)
+    }
+
     fn bubble_of(&self, busy: f64) -> f64 {
         if self.makespan > 0.0 { (1.0 - busy / self.makespan).max(0.0) } else { 0.0 }
     }

@@ -14,6 +14,7 @@ use super::measured;
 use crate::Answer;
 use crate::commands::run::RunArgs;
 use crate::input::HostArgs;
+use crate::known::{Known, dtypes};
 use crate::output::{self, Format, Progress, Table};
 use crate::predict::Prediction;
 use crate::runner::{Measured, Work, run_work};
@@ -23,7 +24,7 @@ use crate::task::Task;
 /// The most ranks of a group; a process each where it is measured.
 const MAX_RANKS: i64 = 4096;
 /// What elements of a bench can be.
-const DTYPES: [DType; 6] = [DType::F32, DType::F64, DType::Bf16, DType::F16, DType::I32, DType::I64];
+pub const DTYPES: [DType; 6] = [DType::F32, DType::F64, DType::Bf16, DType::F16, DType::I32, DType::I64];
 /// An all-to-all in which everybody has a different count for everybody.
 const UNEVEN: &str = "all-to-all-v";
 
@@ -65,7 +66,7 @@ pub struct CollectiveArgs {
     #[arg(short = 'f', long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u64).range(2..))]
     factor: u64,
     /// The elements' type: f32, f64, bf16, f16, i32 or i64
-    #[arg(long, value_name = "D", default_value = "f32")]
+    #[arg(long, value_name = "D", default_value = "f32", value_parser = Known(dtypes), hide_possible_values = true)]
     dtype: String,
     /// What reductions do: sum, max, min or mean
     #[arg(long, value_name = "OP", default_value = "sum")]

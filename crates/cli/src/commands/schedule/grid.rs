@@ -123,8 +123,7 @@ fn setting(split: bool, comm: f64, stages: u32, microbatches: u32) -> Result<Set
 
 fn timetable(name: Name, spec: &Spec) -> Result<Timetable> {
     let schedule = generate(name, spec)?;
-    let costs = spec.costs(schedule.placement())?;
-    Timetable::new(schedule, &costs, &[])
+    Timetable::new(schedule, spec, &[])
 }
 
 fn figures(table: &Timetable) -> Figures {

@@ -26,6 +26,7 @@ pub use search::{Found, SEARCH_STEPS, search};
 
 use crate::id::{DeviceId, StageId};
 
+use super::bound::Bound;
 use super::check::CheckError;
 use super::{Costs, Footprint, Hop, Pass, Placement, Routes, Schedule, ScheduleError, StageCost};
 
@@ -93,11 +94,11 @@ impl Name {
             Name::Eager1F1B => "1F1B with nearly twice as many in flight, to hide communication",
             Name::Interleaved1F1B => "1F1B over several chunks a device, round robin (Megatron-LM)",
             Name::ZbH1 => "weight gradients fill the bubble, in the memory of 1F1B",
-            Name::ZbH2 => "no bubble, in twice the memory of 1F1B",
-            Name::Zbv => "no bubble, two chunks a device in a V, in the memory of 1F1B",
+            Name::ZbH2 => "forwards fill the ramp too: idle only between steps, in twice the memory of 1F1B",
+            Name::Zbv => "two chunks a device in a V: idle only between steps, in the memory of 1F1B",
             Name::VHalf => "two chunks in a V, in about half the memory of 1F1B",
             Name::VMin => "two chunks in a V, in about a third of the memory of 1F1B",
-            Name::VZb => "no bubble from a building block, in the memory of 1F1B",
+            Name::VZb => "a repeated building block in a V: idle only between steps, in the memory of 1F1B",
             Name::BPipe => "1F1B whose early stages leave activations with late ones",
             Name::DualPipeV => "two chunks in a V, forwards paired with backwards (DeepSeek)",
             Name::MinimalWindow => "the fewest microbatches in flight that hide the communication",
@@ -186,6 +187,8 @@ pub struct Spec {
     /// The model's work in slices of model order: one for all devices' shares alike, or one for every device's share, or
     /// one for every stage. A share is split evenly over a device's chunks.
     pub work: Vec<StageCost>,
+    /// How fast every device is: 0.5 takes twice as long for the same layers. Empty: all alike; one for all, or one for each.
+    pub speeds: Vec<f64>,
     /// What an activation and its gradient take from device to device.
     pub hop: Hop,
     /// For every device, how many activations of its whole share of the layers fit.
@@ -197,7 +200,8 @@ impl Spec {
     pub fn even(devices: u32, microbatches: u32) -> Self {
         let work = vec![StageCost::new(1.0, 1.0, 1.0)];
         let hop = Hop::default();
-        Self { devices, microbatches, chunks: None, backward: None, work, hop, caps: None }
+        let speeds = vec![];
+        Self { devices, microbatches, chunks: None, backward: None, work, speeds, hop, caps: None }
     }
 
     pub fn with_hop(mut self, cost: f64) -> Self {
@@ -210,23 +214,59 @@ impl Spec {
         self
     }
 
-    /// The costs of every stage of a placement.
+    /// The costs of every stage of a placement: the model's work, at the speed of the stage's device.
     pub fn costs(&self, placement: &Placement) -> Result<Costs, GenerateError> {
         let (stages, devices) = (placement.num_stages(), placement.num_devices());
         let slices = self.work.len();
-        let cost = |stage: StageId| {
+        let work = |stage: StageId| {
             let chunks = placement.stages_on(placement.device(stage)).len();
             match slices {
-                1 => scaled(self.work[0], chunks),
+                1 => scaled(self.work[0], chunks as f64),
                 n if n == stages => self.work[stage.index()],
                 // Slices in model order, each split evenly.
-                _ => scaled(self.work[stage.index() / (stages / devices)], stages / devices),
+                _ => scaled(self.work[stage.index() / (stages / devices)], (stages / devices) as f64),
             }
         };
+        let speeds = self.checked_speeds(devices)?;
+        let cost = |stage: StageId| scaled(work(stage), speeds[placement.device(stage).index()]);
         let shares = slices == devices && stages.is_multiple_of(devices);
         match slices == 1 || slices == stages || shares {
             true => Ok(Costs::new(placement.stages().map(cost).collect(), self.hop)?),
             false => Err(GenerateError::Slices { slices, devices, stages }),
+        }
+    }
+
+    /// A time that no schedule beats, whatever its chunks are: one for all that are made for this spec.
+    pub fn bound(&self) -> f64 {
+        self.bound_of(true)
+    }
+
+    /// The same where devices may hold different numbers of layers (`even` is false).
+    pub fn bound_of(&self, even: bool) -> f64 {
+        let devices = self.devices as usize;
+        let shares = match self.work.len() {
+            1 => vec![self.work[0]; devices],
+            _ => self.work.clone(),
+        };
+        // Shares that make no whole number for each device only add up.
+        let even = even && shares.len().is_multiple_of(devices.max(1));
+        let Ok(speeds) = self.checked_speeds(devices) else { return 0.0 };
+        let (hop, microbatches) = (self.hop, self.microbatches);
+        Bound { shares: &shares, speeds: &speeds, hop, microbatches, even }.any()
+    }
+
+    /// The speeds, one for every device.
+    fn checked_speeds(&self, devices: usize) -> Result<Vec<f64>, GenerateError> {
+        if let Some((at, &speed)) =
+            self.speeds.iter().enumerate().find(|(_, s)| !(s.is_finite() && **s > 0.0))
+        {
+            return Err(GenerateError::Speed { device: DeviceId::at(at), speed });
+        }
+        match self.speeds.len() {
+            0 => Ok(vec![1.0; devices]),
+            1 => Ok(vec![self.speeds[0]; devices]),
+            n if n == devices => Ok(self.speeds.clone()),
+            given => Err(GenerateError::Speeds { given, devices }),
         }
     }
 
@@ -244,8 +284,8 @@ impl Spec {
     }
 }
 
-fn scaled(share: StageCost, chunks: usize) -> StageCost {
-    let n = chunks as f64;
+/// The `n`-th part of it.
+fn scaled(share: StageCost, n: f64) -> StageCost {
     StageCost {
         f: share.f / n,
         b: share.b / n,
@@ -273,9 +313,15 @@ pub enum GenerateError {
     #[error("the backward of {name} cannot be {asked}")]
     Backward { name: Name, asked: Backward },
     #[error(
-        "costs for {slices} slices of the model fit neither {devices} devices nor {stages} stages\nhint: give one for all, one for each device or one for each stage"
+        "costs for {slices} slices of the model fit neither {devices} devices nor {stages} stages\nhint: give one for all, one for each device's share of the layers or one for each stage, in model order"
     )]
     Slices { slices: usize, devices: usize, stages: usize },
+    #[error(
+        "the speed of {device} is {speed}\nhint: speeds are factors above 0: 0.5 is a device that takes twice as long"
+    )]
+    Speed { device: DeviceId, speed: f64 },
+    #[error("{given} speeds for {devices} devices\nhint: give one for each device")]
+    Speeds { given: usize, devices: usize },
     #[error(
         "no schedule fits: {device} may hold {cap} activations, and a single microbatch leaves 1 there\nhint: raise its memory cap to 1 at least"
     )]
