@@ -99,6 +99,8 @@ const GRID: Setting = Setting {
 };
 
 /// As many as a machine of two cores still starts in time, in a tree of several levels; only where it is asked for.
+/// It does not pass yet: of 15 runs on a busy machine six named somebody else or could not tell. Not understood; perhaps eight ranks on a
+/// NIC of 12 Mbit/s keep each other waiting for longer than the deadline of a second without any fault.
 const WIDE: Setting = Setting {
     pairs: "w: i32[256,1024,64]@A{x:32}=0-31(x,_,_) -> i32[256,1024,64]@B{x:32}=32-63(_,x,_)\n",
     strategy: "flow",
