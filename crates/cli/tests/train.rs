@@ -131,6 +131,7 @@ fn mistakes_are_named_with_their_line_and_the_nearest_key() {
     assert!(branching.starts_with("error: --set data.branching=99: data.branching: 99: "), "{branching}");
     assert!(refused(&["--resume"]).contains("there is no checkpoint to go on from in runs/tiny/checkpoints"));
     assert!(refused(&["--resume=nowhere"]).contains("nowhere"));
+    assert!(refused(&["--resume", "nowhere"]).contains("nowhere"), "without an `=` too");
 }
 
 #[test]
@@ -174,6 +175,45 @@ fn small_buckets_do_not_take_a_descriptor_each() {
     limited.args(["-c", &script]).arg(binary().get_program()).current_dir(run.scratch.path());
     trained(&said(&mut limited));
     assert_eq!(run.metrics().len(), 2);
+}
+
+#[test]
+fn what_stands_behind_resume_may_be_a_checkpoint_or_the_config() {
+    let run = Run::new();
+    let plain = |args: &[&str]| {
+        let said = said(binary().current_dir(run.scratch.path()).arg("train").args(args));
+        assert_eq!(said.code, 2, "{}", said.stdout);
+        said.stderr
+    };
+    assert!(plain(&["--resume", "tiny.toml"]).contains("no checkpoint to go on from in runs/tiny"));
+    assert!(plain(&["--resume", "."]).contains("a config is missing: . says where to go on"));
+    // A folder behind the config is what to go on from, on whichever side of the flag it stands.
+    let [behind, before] =
+        [["tiny.toml", "--resume", "."], ["--resume", "tiny.toml", "."]].map(|args| plain(&args));
+    assert!(behind == before && !behind.contains("a config is missing"), "{behind}{before}");
+    assert!(plain(&[]).contains("CONFIG"));
+}
+
+#[test]
+fn a_folder_takes_one_run_at_a_time() {
+    let run = Run::new();
+    let folder = run.scratch.path().join("runs/tiny");
+    std::fs::create_dir_all(&folder).unwrap();
+    let held = std::fs::File::open(&folder).unwrap();
+    held.try_lock().unwrap();
+    let second = run.train(&[]);
+    assert_eq!(second.code, 2, "{}", second.stdout);
+    assert!(
+        second.stderr.starts_with("error: another run is writing into runs/tiny\nhint: "),
+        "{}",
+        second.stderr
+    );
+    assert!(!folder.join("metrics.jsonl").exists(), "nothing was touched");
+    drop(held);
+    let figure = run.scratch.at("loss.svg");
+    trained(&run.train(&["--svg", &figure]));
+    let svg = std::fs::read_to_string(figure).unwrap();
+    assert!(svg.contains("<polyline") && svg.contains("width=\"85mm\""));
 }
 
 #[test]

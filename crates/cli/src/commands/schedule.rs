@@ -48,7 +48,7 @@ pub struct Args {
 
 #[derive(Debug, clap::Subcommand)]
 enum Several {
-    Compare(compare::CompareArgs),
+    Compare(Box<compare::CompareArgs>),
     Grid(grid::GridArgs),
 }
 

@@ -311,7 +311,7 @@ mod tests {
         let bar = |m: u32| Bar {
             start: f64::from(m),
             end: f64::from(m + 1),
-            class: if m % 2 == 0 { "pf" } else { "pb odd" },
+            class: if m.is_multiple_of(2) { "pf" } else { "pb odd" },
             label: format!("F{m}"),
             title: String::new(),
         };

@@ -94,11 +94,13 @@ impl Name {
             Name::Eager1F1B => "1F1B with nearly twice as many in flight, to hide communication",
             Name::Interleaved1F1B => "1F1B over several chunks a device, round robin (Megatron-LM)",
             Name::ZbH1 => "weight gradients fill the bubble, in the memory of 1F1B",
-            Name::ZbH2 => "forwards fill the ramp too: idle only between steps, in twice the memory of 1F1B",
-            Name::Zbv => "two chunks a device in a V: idle only between steps, in the memory of 1F1B",
+            Name::ZbH2 => "more forwards fill the ramp too, in twice the memory of 1F1B",
+            Name::Zbv => {
+                "two chunks a device in a V, weight gradients fill the bubble, in the memory of 1F1B"
+            }
             Name::VHalf => "two chunks in a V, in about half the memory of 1F1B",
             Name::VMin => "two chunks in a V, in about a third of the memory of 1F1B",
-            Name::VZb => "a repeated building block in a V: idle only between steps, in the memory of 1F1B",
+            Name::VZb => "two chunks in a V, the building block with the least bubble, in the memory of 1F1B",
             Name::BPipe => "1F1B whose early stages leave activations with late ones",
             Name::DualPipeV => "two chunks in a V, forwards paired with backwards (DeepSeek)",
             Name::MinimalWindow => "the fewest microbatches in flight that hide the communication",
