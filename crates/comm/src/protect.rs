@@ -127,7 +127,7 @@ impl Session {
             Protect::Sign => Lock::Sign(derive("signing key")),
             Protect::Encrypt => {
                 let key = UnboundKey::new(&AES_256_GCM, &derive("encryption key"));
-                Lock::Encrypt(LessSafeKey::new(key.expect("the key has the cipher's length")))
+                Lock::Encrypt(Box::new(LessSafeKey::new(key.expect("the key has the cipher's length"))))
             }
         };
         let session = u64::from_le_bytes(*derive("session").first_chunk().expect("32 bytes"));
@@ -137,7 +137,7 @@ impl Session {
 
 enum Lock {
     Sign([u8; 32]),
-    Encrypt(LessSafeKey),
+    Encrypt(Box<LessSafeKey>),
 }
 
 /// One direction of a connection.
