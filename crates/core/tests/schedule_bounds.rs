@@ -6,22 +6,11 @@ use crossmesh_core::id::DeviceId;
 use crossmesh_core::schedule::{
     Hop, Name, Schedule, Spec, StageCost, Timed, bound, bubble, generate, memory, time,
 };
+use crossmesh_testkit::seed::Seed;
+use crossmesh_testkit::sweep;
 
-struct Seed(u64);
-
-impl Seed {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) % n
-    }
-
-    fn cost(&mut self) -> f64 {
-        0.125 * (1 + self.below(16)) as f64
-    }
-}
-
-fn pipelines() -> u64 {
-    crossmesh_testkit::sweep::count(300) as u64
+fn cost(seed: &mut Seed) -> f64 {
+    0.125 * (1 + seed.below(16)) as f64
 }
 
 /// Stages, microbatches, device speeds, communication and memory, each its own or none.
@@ -29,26 +18,26 @@ fn random(seed: &mut Seed) -> Spec {
     let devices = 1 + seed.below(6) as u32;
     let microbatches = 1 + seed.below(12) as u32;
     let slices = if seed.below(2) == 0 { 1 } else { devices };
-    let work = (0..slices).map(|_| StageCost::new(seed.cost(), seed.cost(), seed.cost())).collect();
+    let work = (0..slices).map(|_| StageCost::new(cost(seed), cost(seed), cost(seed))).collect();
     let hop = match seed.below(3) {
         0 => Hop::default(),
-        1 => Hop::both(seed.cost()),
-        _ => Hop { activation: seed.cost(), gradient: seed.cost() },
+        1 => Hop::both(cost(seed)),
+        _ => Hop { activation: cost(seed), gradient: cost(seed) },
     };
     let speeds = match seed.below(2) {
         0 => vec![],
         _ => (0..devices).map(|_| 0.25 * (1 + seed.below(8)) as f64).collect(),
     };
     let caps = (seed.below(3) == 0)
-        .then(|| (0..devices).map(|_| 1.0 + 0.5 * seed.below(2 * u64::from(devices)) as f64).collect());
+        .then(|| (0..devices).map(|_| 1.0 + 0.5 * seed.below(2 * devices as usize) as f64).collect());
     Spec { work, hop, speeds, caps, ..Spec::even(devices, microbatches) }
 }
 
 #[test]
 fn no_schedule_beats_the_common_bound_and_every_bubble_adds_up() {
     let mut seed = Seed(12);
-    let mut seen = 0;
-    for round in 0..pipelines() {
+    let (pipelines, mut seen) = (sweep::count(300), 0);
+    for round in 0..pipelines {
         let spec = random(&mut seed);
         let bound = spec.bound();
         let mut named = Vec::new();
@@ -79,7 +68,7 @@ fn no_schedule_beats_the_common_bound_and_every_bubble_adds_up() {
             );
         }
     }
-    assert!(seen > 5 * pipelines(), "{seen} schedules");
+    assert!(seen > 5 * pipelines, "{seen} schedules");
 }
 
 /// busy + inside + between = busy + ramp + imbalance + communication + dependency = the whole step, on every device.

@@ -71,7 +71,8 @@ pub(super) fn balanced(
 fn choose(loads: &mut Loads, cut: &Cut, shapes: (Shape, Shape)) -> Tree {
     let mut best: Option<(f64, Tree)> = None;
     for (root_host, hub) in candidates(loads, cut, shapes.0) {
-        let tree = Builder { loads, cut, shapes, root_host, hub }.tree();
+        let mut tree = Builder { loads, cut, shapes, root_host, hub }.tree();
+        tree.settle(cut.num_parts());
         let price = loads.price(&tree, cut.bytes);
         if best.as_ref().is_none_or(|b| price < b.0 * (1.0 - 1e-9)) {
             best = Some((price, tree));

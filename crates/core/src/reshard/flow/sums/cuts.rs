@@ -74,8 +74,12 @@ impl Cut<'_> {
 
     /// Whether the root of a tree has the part that nobody else brings.
     pub(super) fn root_adds(&self, tree: &Tree) -> bool {
-        let num_parts: usize = self.cover.iter().map(|(_, parts)| parts.len()).sum();
-        tree.num_senders() - tree.relays.len() < num_parts
+        tree.num_senders() - tree.relays.len() < self.num_parts()
+    }
+
+    /// How many parts are added up.
+    pub(super) fn num_parts(&self) -> usize {
+        self.cover.iter().map(|(_, parts)| parts.len()).sum()
     }
 
     /// Whether somebody may have to hold it for others.

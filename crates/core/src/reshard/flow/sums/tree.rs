@@ -95,6 +95,37 @@ impl Tree {
         self.up.iter().any(|way| !way.is_side && way.ranks.contains(&rank))
     }
 
+    /// Lets the sum flow down from where it comes together: whoever has all of it before the root and wants it would else get it
+    /// twice. `num_parts` are added up.
+    ///
+    /// ```text
+    /// up   r3 -> r2 -> r18, which adds nothing    down   r18 -> r2, r18 -> r10      so far
+    /// up   r3 -> r2                               down   r2 -> r18, r18 -> r10      settled: r2 is the root
+    /// ```
+    pub(super) fn settle(&mut self, num_parts: usize) {
+        let root_adds = self.num_senders() - self.relays.len() < num_parts;
+        let mut into_root = self.up.iter().enumerate().filter(|(_, way)| way.to == self.root);
+        let (Some((last, way)), None, false) = (into_root.next(), into_root.next(), root_adds) else {
+            return;
+        };
+        // The last one that adds, and those behind it that only pass on.
+        let passing = way.ranks.iter().rev().take_while(|rank| self.relays.contains(rank)).count();
+        let complete = way.ranks.len() - (passing + 1).min(way.ranks.len());
+        let wants = |rank: &Rank| self.down.iter().any(|(_, to)| to == rank);
+        let Some(first) = way.ranks[complete..].iter().position(wants) else { return };
+        let way = &mut self.up[last];
+        let mut chain = way.ranks.split_off(complete + first);
+        chain.push(self.root);
+        self.root = chain[0];
+        way.to = chain[0];
+        self.relays.retain(|rank| !chain.contains(rank));
+        if self.up[last].ranks.is_empty() {
+            self.up.remove(last);
+        }
+        self.down.retain(|(_, to)| !chain.contains(to));
+        self.down.splice(..0, chain.iter().copied().zip(chain[1..].iter().copied()));
+    }
+
     /// How many ranks send something up.
     pub(super) fn num_senders(&self) -> usize {
         self.up.iter().map(|way| way.ranks.len()).sum()
