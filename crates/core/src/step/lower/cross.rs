@@ -242,11 +242,11 @@ impl Builder<'_> {
                 return kept.map(|ends| ends.arrive.clone()).unwrap_or_default();
             }
         };
-        let Some(first) = self.first_part.get(&(pass, rank)) else { return vec![] };
+        let Some(parts) = self.part_ops.get(&(pass, rank)) else { return vec![] };
         let at = self.step.crossings[crossing].made_at(direction);
         let cuts = self.cuts(pass);
         let part = cuts.iter().position(|cut| *cut >= at).expect("every moment is a cut").saturating_sub(1);
-        vec![first + part as u32]
+        vec![parts[part]]
     }
 
     /// Where a stage's memory is kept, and whose was there before.
@@ -279,7 +279,8 @@ impl Builder<'_> {
         let mut room: Vec<u32> = self.readers_of(old, rank).collect();
         let Crossing { edge, carries, .. } = &self.step.crossings[crossing];
         if (*carries, direction) == (Carries::Memory, Direction::Backward) {
-            room.extend(self.first_part.get(&(Pass::new(PassKind::Load, edge.from, m), rank)));
+            let load = self.part_ops.get(&(Pass::new(PassKind::Load, edge.from, m), rank));
+            room.extend(load.and_then(|parts| parts.first()));
         }
         (room, old.map(|old| self.frees(old)))
     }
@@ -327,8 +328,7 @@ impl Builder<'_> {
     /// Fills in the waits for passes that were emitted later than those who wait.
     pub(super) fn patch(&mut self) {
         for (rank, op, pass) in std::mem::take(&mut self.after_pass) {
-            if let Some(&first) = self.first_part.get(&(pass, rank)) {
-                let last = first + self.cuts(pass).len() as u32 - 2;
+            if let Some(&last) = self.part_ops.get(&(pass, rank)).and_then(|parts| parts.last()) {
                 self.ranks[rank.index()].deps[op as usize].push(done(last));
             }
         }

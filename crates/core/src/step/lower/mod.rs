@@ -202,8 +202,8 @@ struct Builder<'a> {
     produced: Vec<[Vec<u32>; 2]>,
     /// The instance that brings a crossing's tensors of a microbatch.
     brings: FxHashMap<(u32, Direction, MicrobatchId), u32>,
-    /// The first compute op of a pass on a rank.
-    first_part: FxHashMap<(Pass, Rank), u32>,
+    /// The compute ops of a pass, part by part. Others may stand between them: words by which ranks begin together.
+    part_ops: FxHashMap<(Pass, Rank), Vec<u32>>,
     /// Ops that wait for the last part of a pass that may come later: rank, op, pass.
     after_pass: Vec<(Rank, u32, Pass)>,
     next_tag: u32,
@@ -277,7 +277,7 @@ impl<'a> Builder<'a> {
             ends: vec![],
             produced: vec![[vec![], vec![]]; step.crossings.len()],
             brings: FxHashMap::default(),
-            first_part: FxHashMap::default(),
+            part_ops: FxHashMap::default(),
             after_pass: vec![],
             next_tag: 0,
             next_lane,
@@ -398,7 +398,7 @@ impl<'a> Builder<'a> {
                 ops.needs.extend(tiles.into_iter().map(|tile| (op, tile)));
                 ops.computed = Some(op);
                 ops.before = vec![op];
-                self.first_part.entry((pass, rank)).or_insert(op);
+                self.part_ops.entry((pass, rank)).or_default().push(op);
             }
         }
         Ok(())
