@@ -76,7 +76,8 @@ fn broad_strokes_are_for_steps() {
 /// Tensors that are made and needed in the middle of passes, by ranks that begin together: words stand between the parts of a pass.
 #[test]
 fn steps_with_skips_are_proven_in_every_series() {
-    let answer = ok(&["bench", "pipeline", "--predict", "--case", "U-Transformer 1B", "--format", "json"]).json();
+    let answer =
+        ok(&["bench", "pipeline", "--predict", "--case", "U-Transformer 1B", "--format", "json"]).json();
     let series = answer["cases"][0]["series"].as_array().unwrap();
     assert_eq!(series.len(), 7);
     assert!(series.iter().all(|s| s["predicted_s"].as_f64().unwrap() > 0.0));
