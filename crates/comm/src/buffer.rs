@@ -87,7 +87,7 @@ impl RankBuffers {
         Ok(Self { program, bases })
     }
 
-    /// A program on memory that the caller has: one base for each of its buffers ([`VerifiedRank::buffers`], in order), with
+    /// A program on memory that the caller has: one base for each of its buffers (`buffers` of its program, in order), with
     /// room for all of it, and no two in the same bytes. Nothing is copied on the way to a peer or from one.
     pub fn bind(program: VerifiedRank, bases: Vec<Base>) -> Result<Self, BindError> {
         if bases.len() != program.buffers.len() {

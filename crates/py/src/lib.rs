@@ -6,6 +6,8 @@
 //!
 //! Whatever takes long runs without the interpreter's lock.
 
+#![allow(rustdoc::broken_intra_doc_links, reason = "docstrings are Python's, where brackets are no links")]
+
 mod errors;
 mod layout;
 mod model;

@@ -1,7 +1,7 @@
 //! Times that no schedule beats.
 //!
 //! [`Bound::any`] holds for every way to put the layers on the devices, in whatever chunks: it is the one line that schedules with
-//! different chunks compare with. [`Bound::placed`] knows which device has which stages, and so is higher. Both allow backwards to be
+//! different chunks compare with. [`placed`] knows which device has which stages, and so is higher. Both allow backwards to be
 //! split, and messages to run beside passes.
 //!
 //! ```text
