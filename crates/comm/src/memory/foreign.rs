@@ -135,16 +135,16 @@ mod tests {
         }
         let freed = Arc::new(AtomicBool::new(false));
         let bytes: Box<[u8]> = vec![7; 64].into();
-        let start = Box::leak(bytes);
-        let start = NonNull::from(&mut start[0]);
-        // SAFETY: nobody else has the bytes that were leaked.
+        let raw = Box::into_raw(bytes);
+        let start = NonNull::new(raw.cast::<u8>()).unwrap();
+        // SAFETY: nobody else has the bytes.
         let memory = Arc::new(unsafe { Memory::foreign(Flag(freed.clone(), Box::default()), start, 64) });
         let lease = Lease::new(&memory, Borrower::new()).unwrap();
         drop(memory);
         assert!(!freed.load(Ordering::SeqCst), "a job has it");
         drop(lease);
         assert!(freed.load(Ordering::SeqCst));
-        // SAFETY: the slice that was leaked, whole.
-        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(start.as_ptr(), 64)) });
+        // SAFETY: it came out of a box, and nobody has it any more.
+        drop(unsafe { Box::from_raw(raw) });
     }
 }
