@@ -126,6 +126,8 @@ pub struct RunFailed {
     said: Vec<(Rank, String)>,
     /// Why the job ended, in the words of those who ended in time to say so.
     aborts: Vec<Abort>,
+    /// Goes with this value: how a run failed is told before its hosts are cleared away, which may take longer.
+    _site: Site,
 }
 
 impl RunFailed {
@@ -263,10 +265,11 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
             output::print_error(&error);
         }
     }
-    Err(RunFailed { outcome, said, aborts }.into())
+    Err(RunFailed { outcome, said, aborts, _site: site }.into())
 }
 
 /// The hosts of a run.
+#[derive(Debug)]
 struct Site {
     /// Those with ranks, in order; their places are their numbers in the emulation.
     hosts: Vec<HostId>,

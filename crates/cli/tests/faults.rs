@@ -1,4 +1,4 @@
-//! The fault matrix: every fault in every role, on emulated hosts. Whoever is left ends in time and names the culprit, and
+//! The fault matrix: every fault in every role, on emulated hosts. Whoever is left names the culprit in time and ends, and
 //! nothing remains.
 //!
 //! ```text
@@ -31,7 +31,8 @@ use serde_json::Value;
 /// For namespaces and processes to be there; a busy machine takes its time.
 const PATIENCE: Duration = Duration::from_secs(40);
 const DEADLINE: Duration = Duration::from_secs(1);
-/// Everybody ends within this time of a death, or of the deadline.
+/// Everybody names the culprit within this time of a death, or of the deadline. What ends after that is the machine's: removing
+/// namespaces waits for every processor.
 const PROMPT: Duration = Duration::from_secs(2);
 const RENDEZVOUS_PORT: u16 = 29500;
 /// Runs that are under way at once: they mostly wait.
@@ -156,8 +157,8 @@ struct LongRun {
     launcher: Child,
     /// By rank.
     ranks: BTreeMap<u32, u32>,
-    /// All that the launcher says.
-    stderr: JoinHandle<Vec<String>>,
+    /// All that the launcher says, and when.
+    stderr: JoinHandle<Vec<(Instant, String)>>,
 }
 
 impl LongRun {
@@ -218,24 +219,14 @@ impl LongRun {
     }
 }
 
-/// By how much more may everything take on this machine, now? Times are promised for one that is not overloaded: up to two
-/// that want to run for every core. Names have to be right on any.
-fn slowness() -> f64 {
-    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    let load = text.split(' ').next().and_then(|n| n.parse::<f64>().ok()).unwrap_or(0.0);
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    (load / (2 * cores) as f64).clamp(1.0, 4.0)
-}
-
-/// How a run ended.
+/// How a run ended. By then no process and no namespace of it is left.
 struct Ended {
     case: Case,
-    slowness: f64,
-    /// From the fault to the end of each rank, and of the launcher.
-    ranks: BTreeMap<u32, Duration>,
+    /// From the fault to the end of the launcher.
     launcher: Duration,
     code: Option<i32>,
-    stderr: Vec<String>,
+    /// When after the fault the launcher said what.
+    stderr: Vec<(Duration, String)>,
     flight: Value,
     /// What `explain --flight` makes of it, for people and for programs.
     explained: String,
@@ -245,17 +236,10 @@ struct Ended {
 #[expect(clippy::disallowed_methods, reason = "a test of real time")]
 fn end_of(mut run: LongRun, case: Case) -> Ended {
     let Case { fault, role, .. } = case;
-    let before = slowness();
     let start = Instant::now();
     run.inject(fault, role);
-    let mut ranks = BTreeMap::new();
     let mut code = None;
     let over = eventually(2 * fault.limit() + PATIENCE, || {
-        for (rank, pid) in &run.ranks {
-            if !alive(*pid) {
-                ranks.entry(*rank).or_insert_with(|| start.elapsed());
-            }
-        }
         code = run.launcher.try_wait().unwrap().map(|status| status.code());
         code.is_some()
     });
@@ -266,19 +250,35 @@ fn end_of(mut run: LongRun, case: Case) -> Ended {
     assert!(run.ranks.values().all(|pid| !alive(*pid)), "processes are left");
     let text = std::fs::read_to_string(run.scratch.path().join("flight.json")).unwrap();
     let stderr = run.stderr.join().unwrap();
+    let stderr = stderr.into_iter().map(|(at, line)| (at.saturating_duration_since(start), line)).collect();
     let (code, flight) = (code.flatten(), serde_json::from_str(&text).unwrap());
     let path = run.scratch.at("flight.json");
     let explained = ok(&["explain", "--flight", &path]).stdout;
     let replay = ok(&["explain", "--flight", &path, "--format", "json"]).json();
-    let slowness = before.max(slowness());
-    Ended { case, slowness, ranks, launcher, code, stderr, flight, explained, replay }
+    Ended { case, launcher, code, stderr, flight, explained, replay }
+}
+
+impl Ended {
+    /// What a rank said in the end, and when.
+    fn said_by(&self, rank: u32) -> Vec<&(Duration, String)> {
+        let start = format!("[{rank}] error: ");
+        self.stderr.iter().filter(|(_, line)| line.starts_with(&start)).collect()
+    }
+
+    /// When the last survivor had named somebody, and when the launcher had.
+    fn named_after(&self) -> (Duration, Duration) {
+        let ranks = (0..self.case.setting.hosts.len() as u32).filter(|rank| *rank != self.case.role.rank);
+        let last = ranks.flat_map(|rank| self.said_by(rank)).map(|(after, _)| *after).max();
+        let launcher = self.stderr.last().map(|(after, _)| *after);
+        (last.unwrap_or_default(), launcher.unwrap_or_default())
+    }
 }
 
 /// What is wrong with how a run ended; nothing, if all is well.
 fn complaints(ended: &Ended) -> Vec<String> {
     let Case { setting, fault, role } = ended.case;
     let mut wrong = vec![];
-    let limit = fault.limit().mul_f64(ended.slowness);
+    let limit = fault.limit();
     let (host, world) = (setting.hosts[role.rank as usize], setting.hosts.len() as u32);
     // Of a host that was cut off, any rank may stand for it.
     let culprits: Vec<u32> = match fault {
@@ -288,31 +288,28 @@ fn complaints(ended: &Ended) -> Vec<String> {
     let names = |line: &str| culprits.iter().any(|r| line.contains(&format!("error: r{r} on h{host} ")));
     for rank in 0..world {
         let gone = rank == role.rank && matches!(fault, Fault::Kill | Fault::Stop);
-        match ended.ranks.get(&rank) {
-            Some(after) if *after <= limit || gone => {}
-            after => wrong.push(format!("r{rank} ended after {after:?}")),
-        }
         let status = ended.flight["processes"][rank as usize]["ended"].as_str().unwrap_or("none");
         if !gone && status != "exit status: 2" {
             wrong.push(format!("r{rank} ended with {status}"));
         }
-        let lines: Vec<&String> =
-            ended.stderr.iter().filter(|l| l.starts_with(&format!("[{rank}] error: "))).collect();
         // All that it ever sees is the rendezvous, and no word of an op comes without it.
         let alone = role.name == IDLE && fault == Fault::Cut && rank == role.rank;
         // Among many, a fault may hit a connection that carries no tensors.
         let blind = alone || (rank == 6 && role.rank == 0) || setting.is_wide();
-        match lines.as_slice() {
+        match ended.said_by(rank).as_slice() {
             [] if gone => {}
-            [line] if names(line) || alone => wrong.extend(lacking(line, role, blind)),
-            lines => wrong.push(format!("r{rank} says {lines:?}")),
+            [(after, line)] if *after <= limit && (names(line) || alone) => {
+                wrong.extend(lacking(line, role, blind));
+            }
+            said => wrong.push(format!("r{rank} says {said:?}")),
         }
     }
-    if ended.launcher > limit || ended.code != Some(2) {
-        wrong.push(format!("the launcher ended with {:?} after {:?}", ended.code, ended.launcher));
+    if ended.code != Some(2) {
+        wrong.push(format!("the launcher ended with {:?}", ended.code));
     }
-    if !ended.stderr.last().is_some_and(|line| line.starts_with("error: ") && names(line)) {
-        wrong.push(format!("the last line is {:?}", ended.stderr.last()));
+    match ended.stderr.last() {
+        Some((after, line)) if *after <= limit && line.starts_with("error: ") && names(line) => {}
+        last => wrong.push(format!("the last line is {last:?}")),
     }
     if !culprits.iter().any(|r| ended.flight["verdict"]["culprit"] == *r) {
         wrong.push(format!("the flight record's verdict is {}", ended.flight["verdict"]));
@@ -363,9 +360,11 @@ fn lacking(line: &str, role: &Role, blind: bool) -> Option<String> {
 }
 
 /// Everything on the launcher's stderr, line by line.
-fn follow(launcher: &mut Child) -> JoinHandle<Vec<String>> {
+#[expect(clippy::disallowed_methods, reason = "a test of real time")]
+fn follow(launcher: &mut Child) -> JoinHandle<Vec<(Instant, String)>> {
     let pipe = launcher.stderr.take().unwrap();
-    let read = move || BufReader::new(pipe).lines().map_while(Result::ok).collect();
+    let lines = BufReader::new(pipe).lines().map_while(Result::ok);
+    let read = move || lines.map(|line| (Instant::now(), line)).collect();
     std::thread::Builder::new().spawn(read).unwrap()
 }
 
@@ -442,15 +441,23 @@ fn is_well(ended: &Ended) -> bool {
     if complaints.is_empty() {
         return true;
     }
-    eprintln!("\n{} × {}:", ended.case.fault.name(), ended.case.role.name);
+    eprintln!(
+        "\n{} × {}: limit {:?}",
+        ended.case.fault.name(),
+        ended.case.role.name,
+        ended.case.fault.limit()
+    );
     complaints.iter().for_each(|c| eprintln!("  - {c}"));
-    ended.stderr.iter().for_each(|line| eprintln!("    {line}"));
+    ended.stderr.iter().for_each(|(after, line)| eprintln!("    {:.2} s {line}", after.as_secs_f64()));
     false
 }
 
-/// Seconds from the fault to the end of the last surviving rank, and of the launcher: the worst over all rounds.
+/// Seconds from the fault until the last survivor has named somebody, until the launcher has, and until all is gone: the worst over all
+/// rounds.
 fn print_times(results: &[Ended]) {
-    println!("| fault | role | runs | last survivor | launcher | limit |\n|---|---|---:|---:|---:|---:|");
+    println!(
+        "| fault | role | runs | last survivor | launcher | limit | gone |\n|---|---|---:|---:|---:|---:|---:|"
+    );
     let mut table: BTreeMap<(usize, &str), Vec<&Ended>> = BTreeMap::new();
     for ended in results {
         let Case { setting, fault, role } = ended.case;
@@ -461,15 +468,17 @@ fn print_times(results: &[Ended]) {
     }
     for ((_, fault), runs) in table {
         let Case { role, fault: kind, .. } = runs[0].case;
-        let survivor = |e: &&Ended| e.ranks.iter().filter(|(r, _)| **r != role.rank).map(|(_, t)| *t).max();
-        let last = runs.iter().filter_map(survivor).max().unwrap_or_default().as_secs_f64();
-        let launcher = runs.iter().map(|e| e.launcher).max().unwrap_or_default().as_secs_f64();
-        let slowness = runs.iter().map(|e| e.slowness).fold(1.0, f64::max);
-        let limit = kind.limit().mul_f64(slowness).as_secs_f64();
+        let worst = |of: &dyn Fn(&Ended) -> Duration| {
+            runs.iter().map(|e| of(e)).max().unwrap_or_default().as_secs_f64()
+        };
         println!(
-            "| {fault} | {} | {} | {last:.2} s | {launcher:.2} s | {limit:.1} s |",
+            "| {fault} | {} | {} | {:.2} s | {:.2} s | {:.1} s | {:.2} s |",
             role.name,
-            runs.len()
+            runs.len(),
+            worst(&|e| e.named_after().0),
+            worst(&|e| e.named_after().1),
+            kind.limit().as_secs_f64(),
+            worst(&|e| e.launcher)
         );
     }
 }

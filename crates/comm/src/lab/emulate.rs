@@ -17,7 +17,9 @@ use std::net::Ipv4Addr;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
+use crate::deadline::Deadline;
 use crate::launch::janitor::{Keeping, Kept, keep};
 
 /// Hosts that one address block and a patient person have room for.
@@ -35,6 +37,9 @@ const MAX_PIECE: f64 = 65536.0;
 const MIN_BURST: u32 = 64 << 10;
 /// How much may queue at a NIC before packets are dropped, in time.
 const QUEUE: &str = "20ms";
+/// For both ends of a cable to notice that it is plugged in.
+const PLUGGED: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(5);
 
 /// What a host's NIC carries, each way.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -116,12 +121,15 @@ impl Emulation {
 
     /// Pulls a host's cable.
     pub fn cut(&self, host: usize) -> Result<(), EmulateError> {
-        tool("ip", &["-n", &self.switch(), "link", "set", &format!("p{host}"), "down"], "")
+        tool("ip", &["-n", &self.switch(), "link", "set", &format!("p{host}"), "down"], "").map(drop)
     }
 
-    /// Plugs it in again.
+    /// Plugs it in again. Both ends have noticed when this returns, which may take the kernel a second.
     pub fn heal(&self, host: usize) -> Result<(), EmulateError> {
-        tool("ip", &["-n", &self.switch(), "link", "set", &format!("p{host}"), "up"], "")
+        let port = format!("p{host}");
+        tool("ip", &["-n", &self.switch(), "link", "set", &port, "up"], "")?;
+        await_up(&self.switch(), &port)?;
+        await_up(&self.namespace(host), "nic")
     }
 
     fn switch(&self) -> String {
@@ -134,11 +142,12 @@ impl Emulation {
 
     fn add_namespaces(&self) -> Result<(), EmulateError> {
         tool("ip", &["-batch", "-"], &lines(self.namespaces().map(|name| format!("netns add {name}"))))
+            .map(drop)
     }
 
     fn add_switch(&self) -> Result<(), EmulateError> {
         let commands = ["link set lo up", "link add name bridge0 type bridge", "link set bridge0 up"];
-        tool("ip", &["-n", &self.switch(), "-batch", "-"], &lines(commands))
+        tool("ip", &["-n", &self.switch(), "-batch", "-"], &lines(commands)).map(drop)
     }
 
     /// A cable between a host and the switch.
@@ -156,7 +165,7 @@ impl Emulation {
         tool("ip", &["-n", &self.namespace(host), "-batch", "-"], &lines(at_host))?;
         let at_switch =
             [format!("link set p{host} mtu {MTU}"), format!("link set p{host} master bridge0 up")];
-        tool("ip", &["-n", &switch, "-batch", "-"], &lines(at_switch))
+        tool("ip", &["-n", &switch, "-batch", "-"], &lines(at_switch)).map(drop)
     }
 
     fn shape(&self, namespace: &str, device: &str, bytes_per_s: f64) -> Result<(), EmulateError> {
@@ -168,7 +177,7 @@ impl Emulation {
         let burst = MIN_BURST.max(2 * self.piece).to_string();
         let shaper = ["tbf", "rate", &rate, "burst", &burst, "latency", QUEUE];
         let args = [&["-n", namespace, "qdisc", "replace", "dev", device, "root"][..], &shaper].concat();
-        tool("tc", &args, "")
+        tool("tc", &args, "").map(drop)
     }
 }
 
@@ -205,10 +214,39 @@ fn owner(name: &str) -> Option<u32> {
     number.parse::<u32>().ok().and(pid.parse().ok())
 }
 
+/// Removes namespaces as `ip netns del` does, but all at once: each waits until no processor looks at it any more, which takes a while
+/// where they are busy.
 fn remove(names: impl Iterator<Item = String>) {
-    for name in names.filter(|name| Path::new(NAMESPACES).join(name).exists()) {
+    let paths: Vec<_> = names.map(|name| Path::new(NAMESPACES).join(name)).filter(|p| p.exists()).collect();
+    let remove = |path: &Path| {
         // Another process may have removed it meanwhile; nobody can do more.
-        let _ = tool("ip", &["netns", "del", &name], "");
+        let _ = rustix::mount::unmount(path, rustix::mount::UnmountFlags::DETACH);
+        let _ = std::fs::remove_file(path);
+    };
+    std::thread::scope(|scope| {
+        for path in &paths {
+            let started = std::thread::Builder::new().spawn_scoped(scope, || remove(path));
+            if started.is_err() {
+                remove(path);
+            }
+        }
+    });
+}
+
+/// Waits until a device says that it is up.
+fn await_up(namespace: &str, device: &str) -> Result<(), EmulateError> {
+    let args = ["-n", namespace, "-oneline", "link", "show", "dev", device];
+    let deadline = Deadline::after(PLUGGED);
+    loop {
+        let said = tool("ip", &args, "")?;
+        if said.contains(" state UP ") {
+            return Ok(());
+        }
+        if deadline.passed() {
+            let why = format!("it is not up after {} s: {}", PLUGGED.as_secs(), said.trim());
+            return Err(EmulateError::Failed { command: format!("ip {}", args.join(" ")), why });
+        }
+        std::thread::sleep(LOOK);
     }
 }
 
@@ -216,15 +254,15 @@ fn lines(commands: impl IntoIterator<Item = impl AsRef<str>>) -> String {
     commands.into_iter().map(|command| format!("{}\n", command.as_ref())).collect()
 }
 
-/// Runs one of iproute2's tools, with `input` on its stdin.
-fn tool(tool: &'static str, args: &[&str], input: &str) -> Result<(), EmulateError> {
+/// Runs one of iproute2's tools, with `input` on its stdin; what it says on its stdout.
+fn tool(tool: &'static str, args: &[&str], input: &str) -> Result<String, EmulateError> {
     let shown =
         format!("{tool} {}{}{}", args.join(" "), if input.is_empty() { "" } else { " <<< " }, input.trim());
     let failed = |why: String| EmulateError::Failed { command: shown.replace('\n', "; "), why };
     let mut child = Command::new(tool)
         .args(args)
         .stdin(Stdio::piped())
-        .stdout(Stdio::null())
+        .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .map_err(|e| match e.kind() {
@@ -236,7 +274,8 @@ fn tool(tool: &'static str, args: &[&str], input: &str) -> Result<(), EmulateErr
     if !output.status.success() {
         return Err(failed(String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ")));
     }
-    written.map_err(|e| failed(e.to_string()))
+    written.map_err(|e| failed(e.to_string()))?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[cfg(test)]

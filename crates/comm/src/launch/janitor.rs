@@ -29,9 +29,10 @@ for one in $all; do
   case $one in
     group:*) kill -KILL "-$name" ;;
     folder:*) rm -rf -- "$name" ;;
-    netns:*) ip netns del "$name" ;;
+    netns:*) ip netns del "$name" & ;;
   esac
 done >/dev/null 2>&1
+wait
 "#;
 
 /// Something that has to end, or to go, with this process.
