@@ -12,6 +12,9 @@
 //! r0 waits for r1, r1 for r4, r4 answers                 r4: the end of the chain
 //! ```
 //!
+//! Where somebody who was asked has not answered yet, and is not known to be dead, the last two and silence prove little: what is still to
+//! come may clear whoever looks guilty. Then there is no telling between the one who waits and the one it waits for.
+//!
 //! What a rank only heard from others does not count: the first hand is enough, and hearsay may come from the culprit.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -69,6 +72,8 @@ impl Abort {
 
 /// More is not read by anybody.
 const MAX_TEXT: usize = 4096;
+/// Of those who did not answer, so many are told of.
+const MAX_LATE: usize = 4;
 
 impl fmt::Display for Abort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -114,13 +119,28 @@ pub struct Evidence {
     pub looked_for: BTreeSet<Rank>,
     /// What came of one rank's attempt to reach another.
     pub reach: BTreeMap<(Rank, Rank), Reach>,
+    /// Who was asked, whether it is there or whom it reaches, and has not said all of it yet.
+    pub still_looking: BTreeSet<Rank>,
 }
 
 impl Evidence {
     pub fn new(me: Rank) -> Self {
         let (lost, lost_by, nonsense, silent, faults, order) = Default::default();
-        let (reporters, hosts, looked_for, reach) = Default::default();
-        Self { me, lost, lost_by, nonsense, silent, faults, order, reporters, hosts, looked_for, reach }
+        let (reporters, hosts, looked_for, reach, still_looking) = Default::default();
+        Self {
+            me,
+            lost,
+            lost_by,
+            nonsense,
+            silent,
+            faults,
+            order,
+            reporters,
+            hosts,
+            looked_for,
+            reach,
+            still_looking,
+        }
     }
 
     pub fn add_fault(&mut self, rank: Rank, fault: Fault) {
@@ -156,37 +176,42 @@ impl Evidence {
         !self.lost.is_empty() || !self.nonsense.is_empty()
     }
 
-    /// How long after the first sign it is clear who is at fault, given whether everybody was looked for.
-    pub fn settles_after_ns(&self, looked: bool) -> u64 {
+    /// Whether a rank has said of everybody it was sent to look for whether it reaches them.
+    pub fn has_seen_all(&self, by: Rank) -> bool {
+        self.looked_for.iter().all(|to| *to == by || self.reach.contains_key(&(by, *to)))
+    }
+
+    /// How long after the first sign it is clear who is at fault.
+    pub fn settles_after_ns(&self) -> u64 {
         let dead = self.dead();
         match (dead.is_empty(), dead.iter().any(|rank| self.witness(*rank).is_some())) {
             (false, true) => SETTLE_SEEN_NS,
             (false, false) => SETTLE_DEATH_NS,
-            (true, _) if looked => SETTLE_FAULT_NS,
+            (true, _) if self.still_looking.is_empty() => SETTLE_FAULT_NS,
             (true, _) => SETTLE_DEATH_NS,
         }
     }
 
-    /// The verdict, given whether everybody was looked for. None where nothing went wrong.
-    pub fn judge(&self, looked: bool) -> Option<Abort> {
+    /// The verdict. None where nothing went wrong.
+    pub fn judge(&self) -> Option<Abort> {
         self.judge_nonsense()
             .or_else(|| self.judge_dead())
             .or_else(|| self.judge_broken())
             .or_else(|| self.judge_unreached())
             .or_else(|| self.judge_ways())
-            .or_else(|| if looked { None } else { self.judge_unsure() })
             .or_else(|| self.judge_chain())
     }
 
-    /// Somebody says that it waits for another in vain, and there was no time to find out whether it reaches that one.
-    fn judge_unsure(&self) -> Option<Abort> {
-        let end = self.end_of_chain()?;
-        let waits = |rank: &&Rank| {
-            let fault = &self.faults[*rank];
-            fault.blames == Some(end) && !fault.hearsay && !self.reach.contains_key(&(**rank, end))
-        };
-        let &by = self.order.iter().filter(|rank| **rank != end && **rank != self.me).find(waits)?;
-        Some(self.either(by, end, format!("there was no time to find out more; {}", self.faults[&by].text)))
+    /// Whoever looks guilty, while somebody has not answered yet who might clear it: either that one, or who waits for it.
+    fn unsure(&self, guilty: Rank) -> Abort {
+        let waits = |rank: &&Rank| **rank != guilty && self.faults[*rank].blames == Some(guilty);
+        let first_hand = self.order.iter().filter(waits).find(|rank| !self.faults[*rank].hearsay);
+        let other = self.still_looking.iter().find(|rank| **rank != guilty);
+        let by = first_hand.or(other).copied().unwrap_or(self.me);
+        let late: Vec<String> = self.still_looking.iter().take(MAX_LATE).map(Rank::to_string).collect();
+        let seen = self.witness(guilty).map_or(String::new(), |seen| format!("; {seen}"));
+        let text = format!("{} did not answer in time, and may know more{seen}", late.join(", "));
+        self.either(by, guilty, text)
     }
 
     fn abort(&self, rank: Rank, text: String) -> Abort {
@@ -258,11 +283,27 @@ impl Evidence {
         missed.filter(|rank| !self.is_there(*rank)).collect()
     }
 
+    /// Whether nobody who has not answered yet can say that it reaches a rank after all: that one had its time to answer, and a neighbour
+    /// or two of different hosts have tried.
+    fn is_surely_unreached(&self, rank: Rank) -> bool {
+        let tried: BTreeSet<String> = self
+            .reach
+            .keys()
+            .filter(|(by, to)| *to == rank && *by != rank)
+            .map(|(by, _)| self.host(*by))
+            .collect();
+        let enough = tried.len() >= 2 || tried.contains(&self.host(rank));
+        self.still_looking.is_empty() || enough && !self.still_looking.contains(&rank)
+    }
+
     fn judge_unreached(&self) -> Option<Abort> {
         let unreached = self.unreached();
         // Of the others we only know that we do not reach them.
         let worst = self.most_blamed(&unreached.intersection(&self.looked_for).copied().collect())?;
         let (mine, none) = (self.host(self.me), "nothing was outstanding with it");
+        if !self.is_surely_unreached(worst) {
+            return Some(self.unsure(worst));
+        }
         let far = |rank: &&Rank| self.host(**rank) != mine;
         let not_even_its_host = |rank: &Rank| {
             let mut tries = self.reach.iter().filter(|((_, to), _)| to == rank).map(|(_, reach)| *reach);
@@ -319,6 +360,9 @@ impl Evidence {
         let owns_up = |fault: &&Fault| !fault.hearsay && fault.blames.is_none_or(|blamed| blamed == end);
         if let Some(fault) = self.faults.get(&end).filter(owns_up) {
             return Some(self.abort(end, format!("failed: {}", fault.text)));
+        }
+        if !self.still_looking.is_empty() {
+            return Some(self.unsure(end));
         }
         let seen = self.witness(end).or_else(|| Some(self.faults.get(&end)?.text.clone()));
         let seen = seen.or_else(|| self.silent.get(&end).cloned());
@@ -395,6 +439,7 @@ mod tests {
                 .filter(|r| !lost.contains(r))
                 .flat_map(|r| tried_by(r, silent).map(move |by| ((by, Rank(r)), reach(&r))))
                 .collect(),
+            still_looking: BTreeSet::new(),
         }
     }
 
@@ -405,7 +450,7 @@ mod tests {
     }
 
     fn verdict(evidence: &Evidence) -> Option<(u32, String)> {
-        evidence.judge(true).map(|abort| (abort.culprit.0, abort.text))
+        evidence.judge().map(|abort| (abort.culprit.0, abort.text))
     }
 
     fn culprit(lost: &[u32], silent: &[u32], faults: &[(u32, Option<u32>)]) -> Option<u32> {
@@ -439,7 +484,7 @@ mod tests {
         broken.add_lost(Rank(4), Rank(2), DIED.into());
         assert_eq!(verdict(&broken).unwrap().0, 2);
         broken.add_lost(Rank(2), Rank(4), DIED.into());
-        let text = broken.judge(true).unwrap().to_string();
+        let text = broken.judge().unwrap().to_string();
         assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: their connection"), "{text}");
         // Somebody else is really gone; or one of them knows that it was its own end; or said nonsense.
         let mut dead = broken.clone();
@@ -494,7 +539,7 @@ mod tests {
         let mut two = evidence(&[], &[2, 3], &[(0, Some(2))]);
         two.hosts.retain(|rank, _| rank.0 < 4);
         two.reach.retain(|(_, to), _| to.0 < 4);
-        let text = two.judge(true).unwrap().to_string();
+        let text = two.judge().unwrap().to_string();
         assert!(text.starts_with("cannot tell between r0 on h0 and r2 on h1: neither reaches"), "{text}");
     }
 
@@ -504,7 +549,7 @@ mod tests {
         let mut cut = evidence(&[], &[], &[(2, Some(4)), (3, Some(2))]);
         cut.reach.insert((Rank(2), Rank(4)), Reach::Unreachable);
         cut.reach.insert((Rank(6), Rank(4)), Reach::Answers);
-        let text = cut.judge(true).unwrap().to_string();
+        let text = cut.judge().unwrap().to_string();
         assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: they do not reach"), "{text}");
     }
 
@@ -513,7 +558,7 @@ mod tests {
         // Their host reaches all others, and nobody else has tried.
         let mut unsure = evidence(&[], &[2], &[]);
         unsure.reach.retain(|(by, _), _| *by == Rank(0));
-        let text = unsure.judge(true).unwrap().to_string();
+        let text = unsure.judge().unwrap().to_string();
         assert!(text.starts_with("cannot tell between r0 on h0 and r2 on h1: neither reaches"), "{text}");
         // One that takes the connection and says nothing was stopped; its host is well.
         unsure.reach.insert((Rank(0), Rank(2)), Reach::Mute);
@@ -521,11 +566,62 @@ mod tests {
     }
 
     #[test]
-    fn without_a_look_nobody_is_named_who_may_be_innocent() {
-        let unsure = evidence(&[], &[], &[(4, Some(2))]);
-        let text = unsure.judge(false).unwrap().to_string();
-        assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: there was no time"), "{text}");
-        assert_eq!(unsure.judge(true).unwrap().culprit, Rank(2));
+    fn while_somebody_still_looks_nobody_is_named_who_may_be_innocent() {
+        // r4 waits for r2, and has not said yet whether it reaches it.
+        let sure = evidence(&[], &[], &[(4, Some(2))]);
+        assert_eq!(verdict(&sure).unwrap().0, 2);
+        let mut unsure = sure.clone();
+        unsure.still_looking.insert(Rank(4));
+        let text = unsure.judge().unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: r4 did not answer"), "{text}");
+        // The same where the end of the chain is who leads, or all is hearsay.
+        let mut leads = evidence(&[], &[], &[(4, Some(0))]);
+        leads.still_looking.insert(Rank(6));
+        let text = leads.judge().unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r0 on h0 and r4 on h2: r6 did not answer"), "{text}");
+        unsure.faults.get_mut(&Rank(4)).unwrap().hearsay = true;
+        let text = unsure.judge().unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: r4 did not answer"), "{text}");
+        // Its own word, a death, or nonsense is certain.
+        unsure.add_fault(Rank(2), Fault { blames: None, hearsay: false, text: "no memory".into() });
+        assert_eq!(verdict(&unsure), Some((2, "failed: no memory".into())));
+        unsure.add_lost(Rank(0), Rank(7), DIED.into());
+        assert_eq!(verdict(&unsure).unwrap().0, 7);
+        unsure.add_nonsense(Rank(5), "babbles".into());
+        assert_eq!(verdict(&unsure).unwrap().0, 5);
+    }
+
+    #[test]
+    fn silence_is_proven_by_two_hosts_or_a_neighbour() {
+        // r0 of h0 does not reach r4; whoever else was sent has not answered.
+        let mut unsure = evidence(&[], &[4], &[(2, Some(4))]);
+        unsure.reach.retain(|(by, _), _| *by == Rank(0));
+        unsure.reach.insert((Rank(0), Rank(4)), Reach::Mute);
+        assert_eq!(verdict(&unsure).unwrap().0, 4);
+        unsure.still_looking.extend([Rank(2), Rank(6)]);
+        let text = unsure.judge().unwrap().to_string();
+        assert!(text.starts_with("cannot tell between r2 on h1 and r4 on h2: r2, r6 did not"), "{text}");
+        for by in [Rank(6), Rank(5)] {
+            let mut sure = unsure.clone();
+            sure.reach.insert((by, Rank(4)), Reach::Mute);
+            assert_eq!(verdict(&sure).unwrap().0, 4, "{by} says so too");
+            // But not before it had its time to answer.
+            sure.still_looking.insert(Rank(4));
+            assert!(sure.judge().unwrap().or.is_some());
+        }
+    }
+
+    #[test]
+    fn who_was_sent_to_look_answers_for_everybody() {
+        let mut sent = evidence(&[], &[2, 4], &[]);
+        sent.reach.clear();
+        assert!(!sent.has_seen_all(Rank(6)));
+        sent.reach.insert((Rank(6), Rank(4)), Reach::Answers);
+        assert!(!sent.has_seen_all(Rank(6)));
+        sent.reach.insert((Rank(6), Rank(2)), Reach::Mute);
+        assert!(sent.has_seen_all(Rank(6)));
+        sent.reach.insert((Rank(2), Rank(4)), Reach::Answers);
+        assert!(sent.has_seen_all(Rank(2)), "nobody is asked whether it reaches itself");
     }
 
     #[test]
@@ -549,9 +645,11 @@ mod tests {
 
     #[test]
     fn it_settles_sooner_the_more_is_known() {
-        assert_eq!(evidence(&[2], &[], &[]).settles_after_ns(true), SETTLE_DEATH_NS);
-        assert_eq!(evidence(&[2], &[], &[(1, Some(2))]).settles_after_ns(false), SETTLE_SEEN_NS);
-        assert_eq!(evidence(&[], &[2], &[(1, Some(2))]).settles_after_ns(true), SETTLE_FAULT_NS);
-        assert_eq!(evidence(&[], &[], &[(1, Some(2))]).settles_after_ns(false), SETTLE_DEATH_NS);
+        assert_eq!(evidence(&[2], &[], &[]).settles_after_ns(), SETTLE_DEATH_NS);
+        assert_eq!(evidence(&[2], &[], &[(1, Some(2))]).settles_after_ns(), SETTLE_SEEN_NS);
+        let mut slow = evidence(&[], &[2], &[(1, Some(2))]);
+        assert_eq!(slow.settles_after_ns(), SETTLE_FAULT_NS);
+        slow.still_looking.insert(Rank(4));
+        assert_eq!(slow.settles_after_ns(), SETTLE_DEATH_NS);
     }
 }

@@ -159,22 +159,23 @@ impl Node {
                 self.count_votes(now);
             }
             (Say::Alive { .. }, Why::Inquire) => {
-                let lead = self.trouble.lead.as_mut();
-                // Where there is somebody else to look at, that is still to come.
-                asking.answered =
-                    lead.as_ref().is_none_or(|lead| lead.evidence.looked_for.iter().all(|s| *s == rank));
                 asking.by_ns = seen_by_ns;
-                if let Some(lead) = lead {
+                if let Some(lead) = &mut self.trouble.lead {
                     lead.evidence.reach.insert((me, rank), Reach::Answers);
+                    // Where there is somebody else to look at, that is still to come.
+                    asking.answered = lead.evidence.has_seen_all(rank);
                 }
             }
             (Say::Alive { .. }, Why::Probe { .. } | Why::Check { .. }) => {
                 self.resolve(now, link, Reach::Answers)
             }
             (Say::Seen { by, reach }, Why::Inquire) if by == rank => {
-                asking.answered = true;
                 let seen = reach.into_iter().map(|(to, reach)| ((by, to), reach));
-                self.trouble.lead.iter_mut().for_each(|lead| lead.evidence.reach.extend(seen.clone()));
+                if let Some(lead) = &mut self.trouble.lead {
+                    lead.evidence.reach.extend(seen);
+                    // It may have been sent again meanwhile.
+                    asking.answered = lead.evidence.has_seen_all(rank);
+                }
             }
             (Say::Entries(entries), Why::Where { wanted, .. }) => {
                 self.trouble.asking.remove(&link);
@@ -270,13 +271,12 @@ impl Node {
     }
 
     fn give_up_asking(&mut self, now: u64, link: LinkId) {
-        let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
+        let Some(asking) = self.trouble.asking.get(&link) else { return };
         let seen = (self.me.rank, asking.rank);
         let there =
             self.trouble.lead.as_ref().is_some_and(|l| l.evidence.reach.get(&seen) == Some(&Reach::Answers));
         if asking.why == Why::Inquire && there {
-            // It answers, and takes its time to look for others.
-            asking.answered = true;
+            // It answers, and takes its time to look for others: until the inquiry is over.
             return;
         }
         let reach = if asking.connected { Reach::Mute } else { Reach::Unreachable };

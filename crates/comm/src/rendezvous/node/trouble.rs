@@ -293,21 +293,26 @@ impl Node {
 
     /// Whether it is clear who is at fault.
     fn judge(&mut self, now: u64) {
-        let Some(lead) = self.trouble.lead.as_ref().filter(|lead| lead.since_ns.is_some()) else { return };
-        let looked = !self.trouble.asking.values().any(|a| a.why == Why::Inquire && !a.answered);
-        let since = lead.since_ns.unwrap_or(now);
+        let Trouble { lead, asking, .. } = &mut self.trouble;
+        let Some((lead, since)) = lead.as_mut().and_then(|lead| lead.since_ns.map(|since| (lead, since)))
+        else {
+            return;
+        };
+        let late = asking.values().filter(|a| a.why == Why::Inquire && !a.answered);
+        lead.evidence.still_looking = late.map(|a| a.rank).collect();
+        let looked = lead.evidence.still_looking.is_empty();
         let all = self
             .root
             .as_ref()
             .is_some_and(|root| lead.evidence.faults.len() + lead.evidence.lost.len() >= root.size());
         let clear = lead.evidence.is_clear_without_a_look() || looked;
-        let settled = now >= since + lead.evidence.settles_after_ns(looked) && clear;
+        let settled = now >= since + lead.evidence.settles_after_ns() && clear;
         let over = now >= since + self.probe_ns() + INQUIRY_NS;
         if !(over || settled || all && looked) {
             return;
         }
         self.note_neighbours(now);
-        let verdict = self.trouble.lead.as_ref().and_then(|lead| lead.evidence.judge(looked));
+        let verdict = self.trouble.lead.as_ref().and_then(|lead| lead.evidence.judge());
         verdict.into_iter().for_each(|abort| self.conclude(now, abort, None));
     }
 

@@ -156,6 +156,30 @@ fn everybody_names_the_right_one() {
     assert_eq!(failed, 0);
 }
 
+/// r2 waits for r3, the way between their hosts is cut, and r2, alone on its host, says so as much later as is told. Whom everybody names.
+fn cut_seen_after(late_ns: u64) -> BTreeSet<String> {
+    let mut sim = Sim::new(&[0, 0, 1, 2, 2, 3, 3], 3_000 * MS);
+    sim.processes[2].peers = vec![3];
+    (0..7).for_each(|i| sim.at(0, Happens::Start(i)));
+    sim.at(500 * MS, Happens::Fault(SimFault::Cut(1, 2)));
+    sim.slow_observer = Some((2, late_ns));
+    sim.run(12_000 * MS);
+    sim.processes.iter().map(|p| p.heard.as_ref().map_or("nobody".into(), Abort::to_string)).collect()
+}
+
+#[test]
+fn an_observer_that_is_late_makes_nobody_guilty() {
+    let named = |late_ns: u64| cut_seen_after(late_ns).into_iter().collect::<Vec<_>>().join("\n");
+    let both = "cannot tell between r2 on h1 and r3 on h2: ";
+    let in_time = named(0);
+    assert!(in_time.starts_with(&format!("{both}they do not reach each other")), "{in_time}");
+    let a_little_late = named(300 * MS);
+    assert_eq!(a_little_late, in_time, "there is time to wait for it");
+    let too_late = named(5_000 * MS);
+    assert!(too_late.starts_with(&format!("{both}r2 did not answer in time")), "{too_late}");
+    assert!(!too_late.contains('\n'), "all say the same: {too_late}");
+}
+
 /// A rank whose connections break one way or another. It is well, and so is everybody else: either nothing comes of it, or
 /// all end soon and name the right one. Whether the job ended, and what was wrong with that.
 fn breaks(seed: u64) -> (bool, Option<String>) {

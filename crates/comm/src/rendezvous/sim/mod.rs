@@ -120,6 +120,8 @@ struct Sim {
     num_messages: u64,
     /// The two ends of the connection that was broken.
     broken: Option<(usize, usize)>,
+    /// Who says what it saw of others later than it could, and by how much.
+    slow_observer: Option<(usize, u64)>,
 }
 
 impl Sim {
@@ -147,7 +149,18 @@ impl Sim {
         };
         let (queue, happens, cuts) = Default::default();
         let processes = hosts.iter().map(process).collect();
-        Self { now: 0, queue, happens, next: 0, processes, cuts, arrive_ns, num_messages: 0, broken: None }
+        Self {
+            now: 0,
+            queue,
+            happens,
+            next: 0,
+            processes,
+            cuts,
+            arrive_ns,
+            num_messages: 0,
+            broken: None,
+            slow_observer: None,
+        }
     }
 
     fn at(&mut self, ns: u64, what: Happens) {
@@ -303,7 +316,12 @@ impl Sim {
         self.num_messages += 1;
         self.processes[i].sent_bytes += say.to_bytes().len() as u64;
         if let Some((peer, theirs)) = self.processes[i].links.get(&link).copied() {
-            self.pass(i, peer, Input::Said(theirs, say));
+            match self.slow_observer.filter(|(slow, _)| *slow == i && matches!(say, Say::Seen { .. })) {
+                Some((_, late_ns)) => {
+                    self.at(self.now + late_ns, Happens::Input(peer, Input::Said(theirs, say)))
+                }
+                None => self.pass(i, peer, Input::Said(theirs, say)),
+            }
         }
     }
 
