@@ -41,17 +41,26 @@ pub const SECRET_FILE_VARIABLE: &str = "CROSSMESH_SECRET_FILE";
 
 /// What a job's processes know and others do not, and how they protect their connections by it. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Secret([u8; 32], Protect);
+pub struct Secret {
+    key: [u8; 32],
+    protect: Protect,
+    /// Of a job that failed before and meets again.
+    is_another_attempt: bool,
+}
 
 impl Secret {
     /// A new one, from the system's randomness.
     pub fn generate() -> Result<Self, AuthError> {
-        Ok(Self(random_bytes()?, Protect::None))
+        Ok(Self::of_key(random_bytes()?))
+    }
+
+    fn of_key(key: [u8; 32]) -> Self {
+        Self { key, protect: Protect::None, is_another_attempt: false }
     }
 
     /// The same secret, for connections that are protected by it.
     pub fn protecting(self, protect: Protect) -> Self {
-        Self(self.0, protect)
+        Self { protect, ..self }
     }
 
     /// From what a person, a file or the environment gave: at least 16 bytes; blanks around it do not count.
@@ -61,11 +70,8 @@ impl Secret {
             return Err(AuthError::ShortSecret { len: text.len(), least: SHORTEST_SECRET });
         }
         Ok(match decode_hex(text) {
-            Some(key) => Self(key, Protect::None),
-            None => {
-                let key = blake3::derive_key("crossmesh 1 job secret from text", text.as_bytes());
-                Self(key, Protect::None)
-            }
+            Some(key) => Self::of_key(key),
+            None => Self::of_key(blake3::derive_key("crossmesh 1 job secret from text", text.as_bytes())),
         })
     }
 
@@ -91,7 +97,7 @@ impl Secret {
         let (launcher, name) = (place.launcher, job_name(place.launcher, variables));
         let of = |name: &JobName| {
             let context = "crossmesh 1 job secret from the launcher's name";
-            Self(blake3::derive_key(context, name.text.as_bytes()), Protect::None)
+            Self::of_key(blake3::derive_key(context, name.text.as_bytes()))
         };
         match name {
             Some(name) if name.secret => Ok((of(&name), None)),
@@ -108,25 +114,30 @@ impl Secret {
 
     /// The secret of another attempt of the same job: whoever still holds on to an earlier one is a stranger.
     pub fn again(&self, attempt: u32) -> Self {
-        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        let mut hasher = blake3::Hasher::new_keyed(&self.key);
         hasher.update(b"crossmesh 1 attempt").update(&attempt.to_le_bytes());
-        Self(*hasher.finalize().as_bytes(), self.1)
+        Self { key: *hasher.finalize().as_bytes(), protect: self.protect, is_another_attempt: true }
+    }
+
+    /// Whether whoever holds another secret may still be about to leave an earlier attempt.
+    pub fn is_another_attempt(&self) -> bool {
+        self.is_another_attempt
     }
 
     /// The form that is handed to the processes of a job, in their environment.
     pub fn to_hex(&self) -> String {
-        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+        self.key.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     fn prove(&self, side: &str, transcript: &[u8]) -> blake3::Hash {
-        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        let mut hasher = blake3::Hasher::new_keyed(&self.key);
         hasher.update(side.as_bytes()).update(&[0]).update(transcript);
         hasher.finalize()
     }
 
     /// What a connection's two ends know once both have proven themselves.
     fn session(&self, transcript: &[u8], side: Side) -> Session {
-        Session::new(self.1, *self.prove("session", transcript).as_bytes(), side)
+        Session::new(self.protect, *self.prove("session", transcript).as_bytes(), side)
     }
 }
 
@@ -269,7 +280,7 @@ impl Dialing {
     /// Begins; the greeting goes to `out`.
     pub fn start(secret: &Secret, claim: Claim, out: &mut Vec<u8>) -> Result<Self, AuthError> {
         let mut hello = hello(claim, random_bytes()?);
-        hello[PROTECT_AT] = secret.1.code();
+        hello[PROTECT_AT] = secret.protect.code();
         out.extend_from_slice(&hello);
         Ok(Self { secret: secret.clone(), hello, transcript: vec![] })
     }
@@ -334,7 +345,7 @@ impl Answering {
         proof.copy_from_slice(bytes);
         // blake3's hashes compare in constant time.
         let known = self.secret.prove("dialer", &self.said) == blake3::Hash::from_bytes(proof);
-        let (theirs, ours) = (parse_protect(self.said[PROTECT_AT])?, self.secret.1);
+        let (theirs, ours) = (parse_protect(self.said[PROTECT_AT])?, self.secret.protect);
         let decided = match known {
             false => Err(Refusal::WrongSecret),
             true if theirs != ours => Err(Refusal::Protection { theirs, ours }),
@@ -352,7 +363,7 @@ impl Answering {
         let Ok(hello) = <[u8; HELLO_BYTES]>::try_from(self.said.as_slice()) else { return Ok(None) };
         // Somebody of another version is told ours, so that they can say what is wrong.
         let mut challenge = challenge(random_bytes()?);
-        challenge[PROTECT_AT] = self.secret.1.code();
+        challenge[PROTECT_AT] = self.secret.protect.code();
         out.extend_from_slice(&challenge);
         let claim = parse_hello(&hello)?;
         parse_protect(hello[PROTECT_AT])?;
@@ -466,7 +477,7 @@ fn read_verdict(
     let mut proof = [0; PROOF_BYTES];
     proof.copy_from_slice(&bytes[4..]);
     let expected = secret.prove("listener", &[transcript, &bytes[..1]].concat());
-    let ours = secret.1;
+    let ours = secret.protect;
     match (Refusal::of_code(bytes[0], theirs, ours), expected == blake3::Hash::from_bytes(proof)) {
         (_, false) => refused(Refusal::WrongSecret),
         (Some(why), true) => refused(why),

@@ -14,7 +14,7 @@ use super::doors::{Arrivals, Doors, knock, make_roomy};
 use super::node::{Command, Heard, Limits, Node};
 use super::reactor::{self, Post, Setup};
 use super::{Abort, Connection, Entry, Fault, Log, OnNews, Patience, RendezvousError};
-use crate::auth::{AuthError, Claim, Dialing, Role, Secret};
+use crate::auth::{AuthError, Claim, Dialing, Refusal, Role, Secret};
 use crate::clock::{Clock, ClockOffset, Monotonic};
 use crate::deadline::{Deadline, Socket, StreamError, read_some_by, write_all_by};
 use crate::launch::continued_ns;
@@ -407,13 +407,14 @@ fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry), Rendezvo
         // We have not even begun.
         tries.away = deadline.elapsed();
     }
+    let mut refused = None;
     while let Some(left) = deadline.left() {
         match tries.watched(KNOCK, || try_knock(ticket.master, deadline, left.min(KNOCK))) {
             // What takes no time proves nothing by taking longer.
             Err(error) if left < SHORTEST_PROOF => tries.cause = error.to_string(),
             Err(error) => tries.failed(&error),
             Ok(stream) => {
-                (tries.dark, tries.was_there, tries.refused) = (false, true, 0);
+                (tries.dark, tries.was_there, tries.refused, refused) = (false, true, 0, None);
                 let tcp = stream.peer_addr()?;
                 // One that says nothing is left in time to see whether it can still be reached.
                 let patience = deadline.or_after((left / 2).max(SHORTEST_PROOF));
@@ -424,6 +425,12 @@ fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry), Rendezvo
                     Err(AuthError::Stream(StreamError::TimedOut(_))) => {
                         (tries.mute, tries.cause) = (true, "somebody listens there, and says nothing".into());
                     }
+                    // The attempt before this one is about to end there.
+                    Err(cause @ AuthError::Refused { why: Refusal::WrongSecret, .. })
+                        if ticket.secret.is_another_attempt() =>
+                    {
+                        refused = Some(cause);
+                    }
                     Err(cause) => return Err(RendezvousError::Refused { addr, cause }),
                 }
             }
@@ -432,6 +439,9 @@ fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry), Rendezvo
             break;
         }
         tries.watched(RETRY, || std::thread::sleep(RETRY));
+    }
+    if let Some(cause) = refused {
+        return Err(RendezvousError::Refused { addr, cause });
     }
     // A machine that stalled has stalled the others too.
     let set_out_ns = begun_ns.saturating_sub(deadline.elapsed().as_nanos() as u64);

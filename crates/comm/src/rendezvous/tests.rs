@@ -7,6 +7,8 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use crossmesh_testkit::machine::eventually;
+
 use super::*;
 use crate::auth::{Refusal, Secret};
 use crate::deadline::Socket;
@@ -239,6 +241,29 @@ fn those_who_are_left_meet_again() {
             meet(rank);
         });
     });
+}
+
+/// Whoever is quick finds the attempt that failed still there, and waits until it is gone.
+#[test]
+fn who_comes_again_first_waits_for_the_others_to_leave() {
+    let venue = Venue::new(2);
+    let both = BTreeSet::from([Rank(0), Rank(1)]);
+    let again = |rank: u32| venue.join_those(rank, &format!("h{rank}"), &secret().again(1), both.clone());
+    let (before, _) = venue.join_those(0, "h0", &secret(), [Rank(0)].into()).unwrap();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| again(1).map(|(member, _)| member.leave()));
+        let refused = || venue.log.lock().unwrap().iter().any(|line| line.ends_with("wrong secret"));
+        assert!(eventually(Duration::from_secs(8), refused), "it never knocked");
+        drop(before);
+        again(0).unwrap().0.leave();
+        first.join().unwrap().unwrap();
+    });
+    // Who is refused to the end says why.
+    let (before, _) = venue.join_those(0, "h0", &secret(), [Rank(0)].into()).unwrap();
+    let hasty = Venue { arrive: Duration::from_millis(300), port: venue.port, ..Venue::new(2) };
+    let error = hasty.join_those(1, "h1", &secret().again(1), both.clone()).map(drop).unwrap_err();
+    assert!(error.to_string().contains("wrong secret"), "{error}");
+    before.leave();
 }
 
 #[test]
