@@ -17,17 +17,41 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from . import _native
-from ._native import CrossmeshError, Layout, LayoutError, Plan, PlanError, __version__
+from ._job import Job, init
+from ._native import (
+    Array,
+    ArrayError,
+    CommError,
+    CrossmeshError,
+    Handle,
+    HandleError,
+    JobError,
+    Layout,
+    LayoutError,
+    Plan,
+    PlanError,
+    Report,
+    __version__,
+)
 
 __all__ = [
+    "Array",
+    "ArrayError",
     "Cluster",
+    "CommError",
     "CrossmeshError",
+    "Handle",
+    "HandleError",
+    "Job",
+    "JobError",
     "Layout",
     "LayoutError",
     "Mesh",
     "Plan",
     "PlanError",
+    "Report",
     "__version__",
+    "init",
     "plan",
     "read_plan",
 ]
@@ -168,8 +192,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def __getattr__(name: str):
-    """``crossmesh.torch``, ``.jax`` and ``.models`` are imported when they are used: neither torch nor JAX is required."""
-    if name in ("torch", "jax", "models"):
+    """``crossmesh.torch``, ``.jax`` and the others are imported when they are used: neither torch nor JAX is required."""
+    if name in ("torch", "jax", "models", "sync", "maps"):
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

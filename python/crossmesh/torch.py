@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import CrossmeshError, Layout, LayoutError, Plan
+from . import ArrayError, CrossmeshError, JobError, Layout, LayoutError, Plan
 
 _DTYPES = {
     "f64": torch.float64,
@@ -33,14 +33,6 @@ _DTYPES = {
     "bool": torch.bool,
 }
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
-class ArrayError(CrossmeshError):
-    """A tensor that does not fit the plan: its name, the rank, what was expected and what was given."""
-
-
-class JobError(CrossmeshError):
-    """Ranks that do not fit the plan, or each other."""
 
 
 def layout(tensor: Any, name: str = "A", *, rank_offset: int = 0) -> Layout:

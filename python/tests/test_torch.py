@@ -1,7 +1,10 @@
 """Layouts against torch's own index maps, and plans run by torch's own operations."""
 
 import os
+import pathlib
 import random
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -58,75 +61,13 @@ def test_fsdp_over_tensor_parallelism_nests_the_other_way_round():
 
 # -- running -----------------------------------------------------------------------------------------------------------------------
 
-RANKS = 8
-HOSTS = cm.Cluster(hosts=4, devices=2, nic="1Gbit")
-PLANS = int(os.environ.get("CROSSMESH_SWEEP", "24"))
 
-
-def random_layout(rng, name, shape, ranks):
-    """A layout of a tensor over some of the ranks; sources may be partial sums."""
-    sizes = rng.choice([(2,), (4,), (2, 2), (3,), (2, 3), (8,), (2, 4), (2, 2, 2)])
-    total = 1
-    for size in sizes:
-        total *= size
-    axes = {f"{name.lower()}{i}": size for i, size in enumerate(sizes)}
-    free, dims, partial = list(axes), [], []
-    rng.shuffle(free)
-    if name.startswith("A") and rng.random() < 0.4:
-        partial = [free.pop()]
-    for _ in shape:
-        count = rng.choice([0, 0, 1, 1, 2])
-        dims.append(["+".join(free.pop() for _ in range(min(count, len(free))))][0] or None)
-    mesh = cm.Mesh(name, ranks=rng.sample(ranks, total), **axes)
-    return cm.Layout("f32", shape, mesh, dims, partial=partial or None)
-
-
-def problem(number):
-    """Two tensors with layouts; whole numbers, so that sums are exact."""
-    rng = random.Random(number)
-    tensors = {}
-    for name in ("w", "b"):
-        shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 3)))
-        # One mesh of a name in a plan.
-        tensors[name] = [random_layout(rng, side + name, shape, range(RANKS)) for side in "AB"]
-    generator = torch.Generator().manual_seed(number)
-    parts = {
-        name: torch.randint(-50, 50, (src.num_parts, *src.shape), generator=generator).float()
-        for name, (src, _) in tensors.items()
-    }
-    return cm.plan({name: tuple(pair) for name, pair in tensors.items()}, cluster=HOSTS), tensors, parts
-
-
-def shard(layout, rank, value):
-    """A rank's shard, cut by slicing."""
-    boxes = layout.boxes(rank) if rank in layout.ranks else []
-    if not boxes:
-        return None
-    return value[tuple(slice(a, b) for a, b in boxes[0])].clone()
-
-
-def run_plans(rank, path, failures):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS)
-    for number in range(PLANS):
-        plan, tensors, parts = problem(number)
-        mine = {}
-        for name, (src, _) in tensors.items():
-            if rank in src.ranks and src.holds(rank):
-                mine[name] = shard(src, rank, parts[name][src.part(rank)])
-        out = cm.torch.reshard(plan, mine)
-        for name, (_, dst) in tensors.items():
-            wanted = shard(dst, rank, parts[name].sum(0))
-            if (wanted is None) != (name not in out) or (wanted is not None and not torch.equal(wanted, out[name])):
-                failures.put(f"plan {number}, rank {rank}, {name}: {tensors[name]}")
-    dist.destroy_process_group()
-
-
-def test_plans_run_on_torchs_own_operations():
-    context = mp.get_context("spawn")
-    failures = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_plans, (os.path.join(folder, "store"), failures), nprocs=RANKS)
-    assert failures.empty(), failures.get()
+def test_plans_run_both_ways_under_torchrun():
+    script = pathlib.Path(__file__).with_name("both_ways.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+    ran = subprocess.run([*torchrun, script], capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert ran.stdout.count(" 0 wrong") == 8, ran.stdout
 
 
 def disagree(rank, path, said):
@@ -135,11 +76,11 @@ def disagree(rank, path, said):
     plan = cm.plan(("f32[8]@A{x:2}=0-1(x)", dst))
     try:
         cm.torch.reshard(plan, {"": torch.zeros(4)})
-    except cm.torch.JobError as error:
+    except cm.JobError as error:
         said.put(str(error))
     try:
         cm.torch.reshard(cm.plan(("f32[8]@A{x:2}=0-1(x)", "f32[8]@B{y:2}=0-1(_)")), {"": torch.zeros(3)})
-    except cm.torch.ArrayError as error:
+    except cm.ArrayError as error:
         said.put(str(error))
     dist.destroy_process_group()
 

@@ -7,7 +7,9 @@
 //!
 //! Answers go to stdout, everything else to stderr. Exit 0: yes. 1: the answer is no. 2: could not do it.
 
+use std::ffi::OsString;
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use clap::error::{ContextKind, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
@@ -104,10 +106,31 @@ fn plainer(mut error: clap::Error) -> clap::Error {
 
 /// Runs the command line that the process was started with.
 pub fn main() -> ExitCode {
+    ExitCode::from(main_with(std::env::args_os()))
+}
+
+/// Set where the process is not the command's own program.
+static AGAIN: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// Says how this very command is started, for the ranks of a run: a program and its first arguments. The first word counts.
+pub fn started_by(words: Vec<OsString>) {
+    let _earlier = AGAIN.set(words);
+}
+
+/// The program that is this command, and its first arguments.
+fn again() -> std::io::Result<(OsString, Vec<OsString>)> {
+    match AGAIN.get().and_then(|words| words.split_first()) {
+        Some((program, arguments)) => Ok((program.clone(), arguments.to_vec())),
+        None => Ok((std::env::current_exe()?.into(), vec![])),
+    }
+}
+
+/// Runs a command line, whose first word is what the command is called, and returns the exit status.
+pub fn main_with(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     crossmesh_comm::launch::survive_file_limits();
     // From now on we know whether we were stopped.
     let _ = crossmesh_comm::launch::continued_ns();
-    let cli = Cli::try_parse().unwrap_or_else(|error| plainer(error).exit());
+    let cli = Cli::try_parse_from(arguments).unwrap_or_else(|error| plainer(error).exit());
     if !matches!(cli.command, Command::Launch(_)) {
         // Programs of others that we start keep the limits that their user gave them.
         crossmesh_comm::limits::raise_descriptor_limit();
@@ -130,12 +153,12 @@ pub fn main() -> ExitCode {
     };
     joined::leave(answer.is_ok());
     match answer {
-        Ok(Answer::Yes) => ExitCode::SUCCESS,
-        Ok(Answer::No) => ExitCode::from(1),
-        Ok(Answer::Code(code)) => ExitCode::from(code),
+        Ok(Answer::Yes) => 0,
+        Ok(Answer::No) => 1,
+        Ok(Answer::Code(code)) => code,
         Err(error) => {
             output::print_error(&error);
-            ExitCode::from(2)
+            2
         }
     }
 }

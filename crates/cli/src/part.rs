@@ -10,14 +10,14 @@ use std::time::Duration;
 use crossmesh_comm::clock::Moment;
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{EngineOptions, Interrupt};
-use crossmesh_comm::environment::{Place, Variables, late};
-use crossmesh_comm::error::CommError;
+use crossmesh_comm::environment::{Place, Variables};
 use crossmesh_comm::flight::FlightRecord;
+use crossmesh_comm::job;
+use crossmesh_comm::job::unconnected;
+pub use crossmesh_comm::job::{comm_error, fault};
 use crossmesh_comm::lab::execute::{ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_comm::lab::usage::ExtraMemory;
-use crossmesh_comm::rendezvous::{
-    Abort, Fault, Links, Log, Meeting, News, OnNews, Patience, RendezvousError,
-};
+use crossmesh_comm::rendezvous::{Abort, Links, Log, Meeting, News, OnNews, Patience, RendezvousError};
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
 
@@ -34,9 +34,7 @@ const BARRIER_DEADLINES: u32 = 20;
 
 /// How long the ranks of a job wait for each other.
 pub fn patience(place: &Place, variables: &Variables, arrive: Deadline, deadline_ms: u64) -> Patience {
-    let (silence, barrier) = (Duration::from_millis(deadline_ms), barrier_limit(deadline_ms));
-    let (late, local_world) = (late(variables), place.local_world);
-    Patience { arrive, silence, barrier, late, local_world }
+    job::patience(place, variables, arrive, deadline_ms, barrier_limit(deadline_ms))
 }
 
 /// The same where nobody says how many ranks are on a host, and when they were started.
@@ -227,35 +225,6 @@ impl Ending {
             output::print_error(&anyhow::anyhow!("{abort}"));
         }
     }
-}
-
-pub fn comm_error(me: Rank, error: RendezvousError) -> CommError {
-    match error {
-        RendezvousError::Aborted(Abort { culprit, host, text, .. }) => {
-            CommError::Interrupted { me, culprit, host, reason: text }
-        }
-        other => CommError::System { me, what: "wait for the others", cause: other.to_string() },
-    }
-}
-
-/// What to report: of an abort, the reason of the one who found out first.
-pub fn fault(error: &CommError) -> Fault {
-    let (hearsay, text) = match error {
-        CommError::Aborted { reason, .. } | CommError::Interrupted { reason, .. } => (true, reason.clone()),
-        other => (false, other.to_string()),
-    };
-    Fault { blames: error.culprit(), hearsay, text: text.lines().next().unwrap_or_default().to_string() }
-}
-
-/// What to report where somebody could not be connected with.
-fn unconnected(me: Rank, error: RendezvousError) -> Fault {
-    let text = error.to_string().lines().next().unwrap_or_default().to_string();
-    let blames = match &error {
-        RendezvousError::CannotReachPeer { peer, .. } | RendezvousError::BadLink { peer, .. } => Some(*peer),
-        RendezvousError::PeersMissing { missing, .. } => missing.first().copied(),
-        _ => return fault(&comm_error(me, error)),
-    };
-    Fault { blames, hearsay: false, text }
 }
 
 /// `VmHWM:  1234 kB` of this process.

@@ -335,10 +335,11 @@ fn process(
     if options.records() {
         flag("--records", folder.display().to_string());
     }
+    let (program, first) = crate::again().context("the program cannot find itself")?;
     Ok(Process {
         rank,
-        program: std::env::current_exe().context("the program cannot find itself")?.into(),
-        args: args.into_iter().map(Into::into).collect(),
+        program,
+        args: first.into_iter().chain(args.into_iter().map(Into::into)).collect(),
         env,
         namespace: site.emulation.as_ref().map(|emulation| emulation.namespace(index)),
         stdin: None,

@@ -17,6 +17,7 @@ use crossmesh_core::region::Region;
 use crossmesh_core::units::Bytes;
 use crossmesh_core::verify::VerifiedRank;
 
+use crate::arrays::{ArrayError, Slot, Strided, share_bytes};
 use crate::collectives::Element;
 use crate::memory::{Memory, Place, bytes_of, bytes_of_mut};
 use crate::view::View;
@@ -48,10 +49,12 @@ pub struct RankBuffers {
     program: VerifiedRank,
     /// By buffer of the program.
     bases: Vec<Base>,
+    /// By tile, where buffers are arrays; else empty.
+    slots: Vec<Slot>,
 }
 
 /// Why memory does not do for a program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindError {
     #[error("{given} places for {needed} buffers\nhint: one for each of the rank's buffers, in their order")]
@@ -60,6 +63,17 @@ pub enum BindError {
     Room { buffer: usize, bytes: u64, room: u64 },
     #[error("buffers {one} and {other} share bytes\nhint: give each its own")]
     Overlap { one: usize, other: usize },
+    #[error("buffer {buffer}: {cause}")]
+    Array { buffer: usize, cause: ArrayError },
+}
+
+/// Where a buffer's bytes are, to see whether two of them meet.
+struct Extent {
+    start: u64,
+    bytes: u64,
+    buffer: usize,
+    element: u64,
+    array: Strided,
 }
 
 /// Where an op reads and writes. A send has no `into`, a receive no `from`.
@@ -84,7 +98,7 @@ impl RankBuffers {
         };
         let memory = Arc::new(memory);
         let bases = starts.into_iter().map(|at| Base { memory: memory.clone(), at }).collect();
-        Ok(Self { program, bases })
+        Ok(Self { program, bases, slots: vec![] })
     }
 
     /// A program on memory that the caller has: one base for each of its buffers (`buffers` of its program, in order), with
@@ -106,8 +120,63 @@ impl RankBuffers {
         ranges.sort_unstable();
         match ranges.windows(2).find(|pair| pair[0].0 + pair[0].1 > pair[1].0) {
             Some(pair) => Err(BindError::Overlap { one: pair[0].2, other: pair[1].2 }),
-            None => Ok(Self { program, bases }),
+            None => Ok(Self { program, bases, slots: vec![] }),
         }
+    }
+
+    /// The same where a buffer may be an array with strides, in which the boxes of a shard lie beside each other.
+    pub fn bind_arrays(
+        program: VerifiedRank,
+        bound: Vec<(Base, Option<Strided>)>,
+    ) -> Result<Self, BindError> {
+        if bound.len() != program.buffers.len() {
+            return Err(BindError::Count { given: bound.len(), needed: program.buffers.len() });
+        }
+        let mut slots = vec![None; program.tiles.len()];
+        let mut extents: Vec<Extent> = vec![];
+        for (buffer, ((base, array), needed)) in bound.iter().zip(&program.buffers).enumerate() {
+            let room = base.memory.len().saturating_sub(base.at);
+            let tiles = || program.tiles.iter().enumerate().filter(|(_, t)| t.buffer as usize == buffer);
+            let whole = program.whole();
+            let element = tiles().next().map_or(1, |(_, t)| whole.tensors[t.tensor as usize].dtype.bytes());
+            let bytes = match array {
+                None => needed.bytes,
+                Some(array) => {
+                    let boxes: Vec<&Region> = tiles().map(|(_, t)| &whole.boxes[t.region]).collect();
+                    let at =
+                        array.slots(&boxes, element).map_err(|cause| BindError::Array { buffer, cause })?;
+                    let strides: Arc<[u64]> = array.strides.clone().into();
+                    tiles().zip(at).for_each(|((i, _), at)| slots[i] = Some((at, strides.clone())));
+                    array.extent_bytes(element).unwrap_or(u64::MAX)
+                }
+            };
+            if room < bytes {
+                return Err(BindError::Room { buffer, bytes, room });
+            }
+            if bytes > 0 {
+                let packed = || Strided::packed(&[needed.bytes], 1);
+                let (element, array) = array.clone().map_or_else(|| (1, packed()), |array| (element, array));
+                extents.push(Extent {
+                    start: base.memory.address() + base.at,
+                    bytes,
+                    buffer,
+                    element,
+                    array,
+                });
+            }
+        }
+        extents.sort_unstable_by_key(|e| (e.start, e.buffer));
+        for (i, one) in extents.iter().enumerate() {
+            let near = extents[i + 1..].iter().take_while(|other| other.start < one.start + one.bytes);
+            for other in near {
+                let elements = (one.element, other.element);
+                if share_bytes((one.start, &one.array), (other.start, &other.array), elements) {
+                    return Err(BindError::Overlap { one: one.buffer, other: other.buffer });
+                }
+            }
+        }
+        let bases = bound.into_iter().map(|(base, _)| base).collect();
+        Ok(Self { program, bases, slots })
     }
 
     /// For a program whose buffers are somebody's: one base for each, with room for all of it.
@@ -117,7 +186,7 @@ impl RankBuffers {
         };
         assert_eq!(bases.len(), program.buffers.len(), "a base for every buffer");
         assert!(bases.iter().zip(&program.buffers).all(fits), "a buffer has room where it is bound");
-        Self { program, bases }
+        Self { program, bases, slots: vec![] }
     }
 
     pub fn program(&self) -> &VerifiedRank {
@@ -126,11 +195,21 @@ impl RankBuffers {
 
     /// Where a box of a tile is.
     pub fn place(&self, tile: &Tile, region: &Region) -> Place {
+        let index = || self.program.tiles.iter().position(|other| std::ptr::eq(other, tile));
+        let slot = (!self.slots.is_empty()).then(index).flatten();
+        self.place_at(tile, region, slot.and_then(|index| self.slots[index].as_ref()))
+    }
+
+    fn place_at(&self, tile: &Tile, region: &Region, slot: Option<&(u64, Arc<[u64]>)>) -> Place {
         let whole = self.program.whole();
         let base = &self.bases[tile.buffer as usize];
         let element = whole.tensors[tile.tensor as usize].dtype.bytes();
-        let (at, held) = (base.at + tile.offset, &whole.boxes[tile.region]);
-        let view = View::of_tile(at, held, tile.strides.as_deref(), region, element);
+        let held = &whole.boxes[tile.region];
+        let (offset, strides) = match slot {
+            Some((offset, strides)) => (*offset, Some(&**strides)),
+            None => (tile.offset, tile.strides.as_deref()),
+        };
+        let view = View::of_tile(base.at + offset, held, strides, region, element);
         Place {
             memory: base.memory.clone(),
             view: view.expect("the program is proven: its boxes lie in their tiles"),
@@ -238,7 +317,10 @@ impl RankBuffers {
         let nothing = Place { memory: Arc::new(Memory::private(0)?), view: View::empty() };
         let place = |tile: TileId, op: &crossmesh_core::program::Op| match tile {
             TileId::NOWHERE => Some(nothing.clone()),
-            tile => Some(self.place(self.program.tile(tile), &whole.boxes[op.region])),
+            tile => {
+                let slot = self.slots.get(tile.index()).and_then(Option::as_ref);
+                Some(self.place_at(self.program.tile(tile), &whole.boxes[op.region], slot))
+            }
         };
         let places = self.program.ops.iter().map(|op| match op.kind {
             OpKind::Send { from, .. } => OpPlaces { from: place(from, op), into: None },

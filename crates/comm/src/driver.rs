@@ -10,8 +10,9 @@
 //! slower, and may take it for dead. A driver owns the engine, or the collectives over it; others hand it closures, which it
 //! runs between two turns. They wake it as a device wakes an engine ([`crate::wake`]).
 
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use crossmesh_core::id::Rank;
 
@@ -23,6 +24,11 @@ use crate::wake::Waker;
 /// Something with an engine inside.
 pub trait Drives: Send + 'static {
     fn engine(&mut self) -> &mut Engine;
+
+    /// The engine has failed. What whoever waits is told: the error, or what the job agreed on.
+    fn failed(&mut self, error: CommError) -> CommError {
+        error
+    }
 }
 
 impl Drives for Engine {
@@ -73,9 +79,19 @@ impl<T: Drives> Driver<T> {
     /// Asks again and again, whenever something has happened, until there is an answer. The question must not wait.
     pub fn when<R: Send + 'static>(
         &self,
+        question: impl FnMut(&mut T) -> Option<R> + Send + 'static,
+    ) -> Promise<R> {
+        self.when_then(question, || {})
+    }
+
+    /// The same, and calls something once the answer is there, or an error: to wake whoever looks for it.
+    pub fn when_then<R: Send + 'static>(
+        &self,
         mut question: impl FnMut(&mut T) -> Option<R> + Send + 'static,
+        then: impl FnOnce() + Send + 'static,
     ) -> Promise<R> {
         let (reply, answer) = channel();
+        let mut then = Some(then);
         let ask = move |driven: Result<&mut T, &CommError>| {
             let answer = match driven {
                 Ok(driven) => question(driven).map(Ok),
@@ -84,6 +100,7 @@ impl<T: Drives> Driver<T> {
             let Some(answer) = answer else { return false };
             // Who dropped its promise needs no answer.
             let _unheard = reply.send(answer);
+            then.take().into_iter().for_each(|then| then());
             true
         };
         // Where nobody takes the question, nobody keeps the sender, and waiting ends.
@@ -123,6 +140,15 @@ impl<R> Promise<R> {
         self.answer.recv().unwrap_or_else(|_| Err(ended(self.me)))
     }
 
+    /// Waits for so long; none where it takes longer.
+    pub fn wait_for(&self, time: Duration) -> Option<Result<R, CommError>> {
+        match self.answer.recv_timeout(time) {
+            Ok(result) => Some(result),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => Some(Err(ended(self.me))),
+        }
+    }
+
     /// The result if it is there.
     pub fn now(&self) -> Option<Result<R, CommError>> {
         match self.answer.try_recv() {
@@ -151,7 +177,7 @@ fn drive<T: Drives>(mut driven: T, desk: &Receiver<Question<T>>) -> T {
             Err(TryRecvError::Empty) => {
                 open.retain_mut(|question| !question(failed.as_ref().map_or(Ok(&mut driven), Err)));
                 match &failed {
-                    None => failed = driven.engine().turn().err(),
+                    None => failed = driven.engine().turn().err().map(|error| driven.failed(error)),
                     // Nothing moves any more; whoever asks is told why.
                     Some(_) => match desk.recv() {
                         Ok(question) => open.push(question),

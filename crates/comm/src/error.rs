@@ -55,4 +55,15 @@ impl CommError {
             _ => None,
         }
     }
+
+    /// The tensor that was under way, where one was.
+    pub fn tensor(&self) -> Option<&str> {
+        match self {
+            CommError::Timeout { tensor, .. }
+            | CommError::PeerLost { tensor, .. }
+            | CommError::Protocol { tensor, .. }
+            | CommError::BrokenHere { tensor, .. } => Some(tensor),
+            _ => None,
+        }
+    }
 }

@@ -12,6 +12,7 @@
 //!
 //! What only benches, tests and `crossmesh run` need is in [`lab`].
 
+pub mod arrays;
 pub mod auth;
 pub mod buffer;
 mod checksum;
@@ -25,6 +26,7 @@ pub mod engine;
 pub mod environment;
 pub mod error;
 pub mod flight;
+pub mod job;
 pub mod lab;
 pub mod launch;
 pub mod limits;

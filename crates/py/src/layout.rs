@@ -149,7 +149,7 @@ impl Layout {
     }
 
     /// Whether a rank holds anything.
-    fn holds(&self, rank: u32) -> bool {
+    pub fn holds(&self, rank: u32) -> bool {
         self.coord(rank).is_some_and(|coord| !self.0.shard_at(&coord).is_empty())
     }
 
@@ -165,33 +165,25 @@ impl Layout {
     }
 
     /// How many elements the memory of a rank's shard has room for.
-    fn shard_elements(&self, rank: u32) -> PyResult<u64> {
+    pub fn shard_elements(&self, rank: u32) -> PyResult<u64> {
         Ok(self.0.shard_elements(&self.in_mesh(rank)?))
     }
 
     /// The shape of a rank's shard as one array: boxes that differ in one dim lie behind each other in it, as of fused tensors.
-    fn shard_shape(&self, rank: u32) -> PyResult<Vec<u64>> {
+    pub fn shard_shape(&self, rank: u32) -> PyResult<Vec<u64>> {
         let boxes = self.0.shard_at(&self.in_mesh(rank)?);
-        let Some(first) = boxes.first() else {
+        if boxes.is_empty() {
             return Ok(empty_shape(self.0.shape()));
-        };
-        let differ = |dim: &usize| boxes.iter().any(|b| b.spans()[*dim] != first.spans()[*dim]);
-        let stacked: Vec<usize> = (0..self.0.shape().len()).filter(differ).collect();
-        match stacked[..] {
-            [] => Ok(first.spans().iter().map(|s| s.len()).collect()),
-            [dim] => {
-                let len = |d: usize| -> u64 {
-                    let stacked = boxes.iter().map(|b| b.spans()[d].len()).sum();
-                    if d == dim { stacked } else { first.spans()[d].len() }
-                };
-                Ok((0..self.0.shape().len()).map(len).collect())
-            }
-            _ => Err(layout_error(format!(
+        }
+        let shape =
+            crossmesh_comm::arrays::stacked(&boxes.iter().collect::<Vec<_>>()).map(|(shape, _)| shape);
+        shape.ok_or_else(|| {
+            layout_error(format!(
                 "the shard of rank {rank} is {} boxes that are no one array: {}\nhint: use `boxes` and `shard_elements`",
                 boxes.len(),
                 self.0
-            ))),
-        }
+            ))
+        })
     }
 }
 

@@ -1,4 +1,4 @@
-//! The Python module `crossmesh._native`: layouts and plans as Python sees them.
+//! The Python module `crossmesh._native`: layouts, plans and jobs as Python sees them.
 //!
 //! ```text
 //! python/crossmesh   names, keywords, torch and JAX        this crate converts        crossmesh-cli, -core decide and say
@@ -8,7 +8,13 @@
 
 #![allow(rustdoc::broken_intra_doc_links, reason = "docstrings are Python's, where brackets are no links")]
 
+mod array;
+mod bind;
+mod command;
+#[expect(unsafe_code, reason = "DLPack is C structures behind pointers")]
+mod dlpack;
 mod errors;
+mod job;
 mod layout;
 mod model;
 mod plan;
@@ -19,7 +25,15 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::errors::{CrossmeshError, LayoutError, PlanError};
+    use crate::array::{Array, arrays, dtype};
+    #[pymodule_export]
+    use crate::command::main;
+    #[pymodule_export]
+    use crate::errors::{
+        ArrayError, CommError, CrossmeshError, HandleError, JobError, LayoutError, PlanError,
+    };
+    #[pymodule_export]
+    use crate::job::{Handle, Job, Report, join};
     #[pymodule_export]
     use crate::layout::Layout;
     #[pymodule_export]

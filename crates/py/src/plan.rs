@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 use crossmesh_cli::input::{HostArgs, PlanArgs};
 use crossmesh_cli::predict::Prediction;
 use crossmesh_core::cluster::Cluster;
+use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::doc::PlanDoc;
@@ -13,10 +14,12 @@ use crossmesh_core::reshard::jobs::offset_destinations;
 use crossmesh_core::reshard::lower::{Addressing, project};
 use crossmesh_core::reshard::problem::Hosts;
 use crossmesh_core::reshard::{Plan as Inner, Problem, lower_bound, plan as make};
-use crossmesh_core::verify::verify;
+use crossmesh_core::verify::{Verified, verify};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
+use crate::array::Array;
 use crate::errors::plan_error;
 use crate::layout::Layout;
 
@@ -27,11 +30,48 @@ pub struct Plan {
     /// Made when somebody asks.
     prediction: OnceLock<Prediction>,
     bound_s: OnceLock<f64>,
+    verified: OnceLock<Verified>,
+    hash: OnceLock<i64>,
 }
 
 impl Plan {
     fn new(plan: Inner) -> Self {
-        Self { plan, prediction: OnceLock::new(), bound_s: OnceLock::new() }
+        Self {
+            plan,
+            prediction: OnceLock::new(),
+            bound_s: OnceLock::new(),
+            verified: OnceLock::new(),
+            hash: OnceLock::new(),
+        }
+    }
+
+    /// The program of all ranks, proven: what an engine takes.
+    pub fn verified(&self, py: Python<'_>) -> PyResult<&Verified> {
+        if self.verified.get().is_none() {
+            let proven = py.detach(|| Verified::plan(&self.plan, Addressing::Apart)).map_err(plan_error)?;
+            let _ = self.verified.set(proven); // somebody else's is as good
+        }
+        Ok(self.verified.get().expect("just made"))
+    }
+
+    /// A tensor's name and type.
+    pub fn tensor(&self, tensor: u32) -> (&str, DType) {
+        let reshard = &self.plan.problem.reshards[tensor as usize];
+        (&reshard.name, reshard.src.layout.dtype())
+    }
+
+    pub fn knows(&self, name: &str) -> bool {
+        self.plan.problem.reshards.iter().any(|reshard| reshard.name == name)
+    }
+
+    /// The first few names, for a hint.
+    pub fn some_names(&self) -> String {
+        let all = &self.plan.problem.reshards;
+        let mut names: Vec<String> = all.iter().take(5).map(|r| format!("`{}`", r.name)).collect();
+        if all.len() > names.len() {
+            names.push(format!("and {} more", all.len() - names.len()));
+        }
+        names.join(", ")
     }
 
     /// The plan, proven and simulated.
@@ -126,7 +166,7 @@ impl Plan {
     }
 
     #[getter]
-    fn num_ranks(&self) -> usize {
+    pub fn num_ranks(&self) -> usize {
         self.plan.problem.topology.num_ranks()
     }
 
@@ -141,8 +181,39 @@ impl Plan {
 
     /// A number that differs where plans do: ranks compare theirs before anything moves.
     #[getter]
-    fn fingerprint(&self, py: Python<'_>) -> i64 {
-        py.detach(|| fingerprint(&self.plan))
+    pub fn fingerprint(&self, py: Python<'_>) -> i64 {
+        *self.hash.get_or_init(|| py.detach(|| fingerprint(&self.plan)))
+    }
+
+    /// Arrays for what a rank is to get (`side="dst"`), or for what it gives (`"src"`), by name: in memory that ranks of its host read
+    /// without a copy.
+    #[pyo3(signature = (rank, side="dst"))]
+    pub fn empty<'py>(&self, py: Python<'py>, rank: u32, side: &str) -> PyResult<Bound<'py, PyDict>> {
+        let mut wanted = vec![];
+        let mut names = vec![];
+        for reshard in &self.plan.problem.reshards {
+            let placed = match side {
+                "dst" => &reshard.dst,
+                "src" => &reshard.src,
+                other => return Err(plan_error(format!("side `{other}` is neither `src` nor `dst`"))),
+            };
+            let layout = Layout(listed(placed));
+            if layout.holds(rank) {
+                let shape = layout
+                    .shard_shape(rank)
+                    .or_else(|_| Ok::<_, PyErr>(vec![layout.shard_elements(rank)?]))?;
+                wanted.push((layout.0.dtype(), shape));
+                names.push(&reshard.name);
+            }
+        }
+        let arrays = py
+            .detach(|| Array::make(wanted))
+            .map_err(|e| plan_error(format!("no memory for the shards: {e}")))?;
+        let out = PyDict::new(py);
+        for (name, array) in names.into_iter().zip(arrays) {
+            out.set_item(name, Bound::new(py, array)?)?;
+        }
+        Ok(out)
     }
 
     fn _repr_html_(&self, py: Python<'_>) -> PyResult<String> {

@@ -275,6 +275,24 @@ impl Engine {
         self.jobs.get(&handle.0).is_none_or(|job| job.left == 0)
     }
 
+    /// Whether a job of this id is here.
+    pub fn has_job(&self, id: u32) -> bool {
+        self.jobs.contains_key(&id)
+    }
+
+    /// Whether any job has not ended.
+    pub fn is_busy(&self) -> bool {
+        self.jobs.values().any(|job| job.left > 0)
+    }
+
+    /// Gives up all jobs, and tells the peers who is to blame.
+    pub fn abandon(&mut self, culprit: Rank, reason: &str) {
+        if self.failed.is_none() {
+            let error = self.aborted(culprit, reason.into());
+            self.give_up(error);
+        }
+    }
+
     /// Runs until the job has ended, and everything that peers wait for has been said.
     pub fn wait(&mut self, handle: Handle) -> Result<JobReport, CommError> {
         while !self.is_over(handle) {

@@ -1,0 +1,35 @@
+//! From what one rank saw to what the job is told, and back.
+
+use crossmesh_core::id::Rank;
+
+use crate::error::CommError;
+use crate::rendezvous::{Abort, Fault, RendezvousError};
+
+pub fn comm_error(me: Rank, error: RendezvousError) -> CommError {
+    match error {
+        RendezvousError::Aborted(Abort { culprit, host, text, .. }) => {
+            CommError::Interrupted { me, culprit, host, reason: text }
+        }
+        other => CommError::System { me, what: "wait for the others", cause: other.to_string() },
+    }
+}
+
+/// What to report: of an abort, the reason of the one who found out first.
+pub fn fault(error: &CommError) -> Fault {
+    let (hearsay, text) = match error {
+        CommError::Aborted { reason, .. } | CommError::Interrupted { reason, .. } => (true, reason.clone()),
+        other => (false, other.to_string()),
+    };
+    Fault { blames: error.culprit(), hearsay, text: text.lines().next().unwrap_or_default().to_string() }
+}
+
+/// What to report where somebody could not be connected with.
+pub fn unconnected(me: Rank, error: RendezvousError) -> Fault {
+    let text = error.to_string().lines().next().unwrap_or_default().to_string();
+    let blames = match &error {
+        RendezvousError::CannotReachPeer { peer, .. } | RendezvousError::BadLink { peer, .. } => Some(*peer),
+        RendezvousError::PeersMissing { missing, .. } => missing.first().copied(),
+        _ => return fault(&comm_error(me, error)),
+    };
+    Fault { blames, hearsay: false, text }
+}

@@ -1,0 +1,205 @@
+"""The trainer's side."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import Layout, _native
+from .channel import SyncError
+from .member import Member, bits, common, digest, region_key
+from .rollcall import RollCall
+
+
+class Publisher(Member):
+    """Publishes weights, from every rank of a job; rank 0 holds the roll call at ``address``.
+
+    ``names`` renames tensors (a function or a mapping), ``dtype`` is what they are cast to. Our place in the job comes from the launcher's
+    environment, or from ``rank`` and ``size``.
+    """
+
+    side = "publisher"
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        dtype: str | None = None,
+        names: Callable[[str], str] | Mapping[str, str] | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        secret: str | None = None,
+    ) -> None:
+        super().__init__(address, rank, size, secret)
+        self._dtype, self._names = dtype, names
+        self._offered: dict[str, Any] = {}
+        self._about: dict[str, dict] = {}
+        self._version, self._since, self._hashes = None, None, {}
+        self._busy, self._committed = False, None
+        self._roll_call = RollCall(self._address, self._secret) if self.rank == 0 else None
+
+    def offer(self, tensors: Any) -> None:
+        """What is published from now on: a module, or values by name. A DTensor is offered as its shard; a pair of an array and a
+        ``Layout`` of this job as the shard that the layout says; anything else as a whole tensor that every rank has.
+        """
+        if self._offered:
+            raise SyncError("tensors were offered before\nhint: a publisher offers once; publish subsets by name")
+        if hasattr(tensors, "state_dict"):
+            tensors = tensors.state_dict()
+        for name, value in tensors.items():
+            self._offer(self._renamed(name), value)
+        shapes = [(about["dtype"], about["local"]) for about in self._about.values()]
+        self._snapshot = dict(zip(self._about, _native.arrays(shapes)))
+        self._start()
+
+    def _renamed(self, name: str) -> str:
+        if self._names is None:
+            return name
+        return self._names(name) if callable(self._names) else self._names.get(name, name)
+
+    def _offer(self, name: str, value: Any) -> None:
+        if isinstance(value, tuple):
+            value, layout = value
+            if not isinstance(layout, Layout):
+                raise SyncError(f"`{name}`: {layout!r} is no layout")
+            boxes, shape = (layout.boxes(self.rank) if self.rank in layout.ranks else []), layout.shape
+        elif hasattr(value, "placements"):
+            from ..torch import layout as layout_of
+
+            layout = layout_of(value)
+            boxes, shape, value = layout.boxes(self.rank), layout.shape, value.to_local()
+        else:
+            shape = list(value.shape)
+            boxes = [[(0, n) for n in shape]]
+        self._offered[name] = value
+        dtype = self._dtype or _dtype_name(value)
+        self._about[name] = {"dtype": dtype, "shape": list(shape), "boxes": boxes, "local": list(value.shape)}
+
+    def _tensors(self) -> dict:
+        return {name: {k: about[k] for k in ("dtype", "shape", "boxes")} for name, about in self._about.items()}
+
+    def _state(self) -> dict:
+        return {"version": self._version}
+
+    def publish(self, version: int, *, names: list[str] | None = None, changed_only: bool = False) -> None:
+        """Takes a snapshot, and returns; the version moves while training goes on. Where the last one is still being read, waits its turn.
+
+        ``names``: only these have changed. ``changed_only``: those whose bits have.
+        """
+        if not self._offered:
+            raise SyncError("nothing was offered\nhint: call `offer` first")
+        self._check()
+        if self._version is not None and version <= self._version:
+            raise SyncError(f"version {version} is not above {self._version}, which was published\nhint: versions only go up")
+        for name in names or []:
+            if name not in self._offered:
+                raise SyncError(f"`{name}` was not offered")
+        with self._lock:
+            self._lock.wait_for(lambda: not self._busy or self._closed)
+            start = time.perf_counter()
+            since, self._version = self._version, None
+        changed = None if names is None and not changed_only else []
+        for name, value in self._offered.items():
+            if names is not None and name not in names:
+                continue
+            into = self._snapshot[name]
+            cast_into(into, value)
+            if changed_only:
+                hash_now = hashlib.blake2b(np.ascontiguousarray(bits(into)).view(np.uint8)).digest()
+                if self._hashes.get(name) == hash_now:
+                    continue
+                self._hashes[name] = hash_now
+            if changed is not None:
+                changed.append(name)
+        with self._lock:
+            self._version, self._since = version, since
+            self._version_times = {"snapshot_s": time.perf_counter() - start}
+        self._tell("published", version=version, changed=changed, since=since)
+
+    def wait(self, version: int, timeout_s: float = 60.0) -> None:
+        """Until every subscriber has all of a version."""
+        with self._lock:
+            done = lambda: self._error is not None or (self._committed is not None and self._committed >= version)  # noqa: E731
+            arrived = self._lock.wait_for(done, timeout_s)
+        self._check()
+        if not arrived:
+            raise SyncError(f"version {version} has not arrived everywhere after {timeout_s} s: {self._waits_for}")
+
+    # -- rounds
+
+    def _arrays(self, said: dict) -> tuple[dict, dict]:
+        with self._lock:
+            if self._version != said["version"]:
+                raise SyncError(f"version {said['version']} has gone")
+            self._busy = True
+        wanted = {name for member in self._roster if member["side"] == "subscriber" for name in member["tensors"]}
+        names = [name for name in self._snapshot if name in wanted and (said["names"] is None or name in said["names"])]
+        return {name: self._snapshot[name] for name in names if self._about[name]["boxes"]}, {}
+
+    def _digests(self, said: dict) -> dict:
+        """Of everything that a subscriber wants of us, box by box."""
+        start, found = time.perf_counter(), {}
+        for member in self._roster:
+            if member["side"] != "subscriber":
+                continue
+            for name, tensor in member["tensors"].items():
+                if name not in self._about or (said["names"] is not None and name not in said["names"]):
+                    continue
+                mine = self._about[name]["boxes"]
+                for box in mine:
+                    for other in tensor["boxes"]:
+                        region = common(box, other)
+                        if region is not None and (key := region_key(name, region)) not in found:
+                            found[key] = digest(bits(self._snapshot[name]), mine, region)
+        with self._lock:
+            self._version_times["digest_s"] = time.perf_counter() - start
+        return found
+
+    def _on_over(self, said: dict) -> None:
+        with self._lock:
+            self._busy = False
+            self._lock.notify_all()
+
+    def _on_committed(self, said: dict) -> None:
+        with self._lock:
+            self._committed = said["version"]
+            self._lock.notify_all()
+
+    def _leave(self) -> None:
+        super()._leave()
+        self._on_over({})
+
+    def close(self) -> None:
+        super().close()
+        if self._roll_call is not None:
+            self._roll_call.close()
+
+
+def _dtype_name(value: Any) -> str:
+    name = str(getattr(value.dtype, "name", value.dtype)).rsplit(".", 1)[-1]
+    return _native.dtype(name)
+
+
+def cast_into(into: Any, value: Any) -> None:
+    """Copies a shard into an array of ours, and casts it on the way."""
+    if type(value).__module__.startswith("torch"):
+        import torch
+
+        torch.from_dlpack(into).copy_(value.detach())
+        return
+    view, value = bits(into), np.asarray(value)
+    if into.dtype == "bf16" and value.dtype == np.float32:
+        # To the nearest, ties to even; a NaN stays one.
+        raw = np.ascontiguousarray(value).view(np.uint32)
+        rounded = ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)
+        np.copyto(view, np.where(np.isnan(value), ((raw >> 16) | 0x40).astype(np.uint16), rounded))
+    elif into.dtype in ("bf16", "f8e4m3", "f8e5m2"):
+        if value.dtype.itemsize != view.dtype.itemsize:
+            raise SyncError(f"numpy cannot cast {value.dtype} to {into.dtype}\nhint: give torch tensors, or its bits as unsigned numbers")
+        np.copyto(view, value.view(view.dtype))
+    else:
+        np.copyto(view, value, casting="same_kind")

@@ -1,0 +1,65 @@
+"""Processes as ranks of a job, for tests."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+HEAD = """
+import os, sys, time
+import numpy as np
+import crossmesh as cm
+rank = int(os.environ["RANK"])
+"""
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Ranks:
+    """Starts a script as ranks; they are ended with the block, however it ends."""
+
+    def __init__(self, count, script, **env):
+        port, script = free_port(), HEAD + textwrap.dedent(script)
+        said = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        said |= {"CROSSMESH_SECRET": "0123456789abcdef" * 4, "OMP_NUM_THREADS": 1} | env
+        self.started = time.monotonic()
+        self.processes = []
+        for rank in range(count):
+            mine = os.environ | {k: str(v) for k, v in (said | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self.processes.append(subprocess.Popen([sys.executable, "-c", script], env=mine, **pipes))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def line(self, rank):
+        """The next line that a rank prints."""
+        return self.processes[rank].stdout.readline().strip()
+
+    def ends(self, timeout=30):
+        """Exit status, output and errors of all."""
+        ends = []
+        for process in self.processes:
+            out, err = process.communicate(timeout=timeout)
+            ends.append((process.returncode, out, err))
+        return ends
+
+
+def run(count, script, timeout=30, **env):
+    """What ranks print; they have to end well."""
+    with Ranks(count, script, **env) as ranks:
+        ends = ranks.ends(timeout)
+    for rank, (code, out, err) in enumerate(ends):
+        assert code == 0, f"rank {rank} ended with {code}\n{out}\n{err}"
+    return [out.strip() for _, out, _ in ends]
