@@ -88,18 +88,18 @@ pub struct HostArgs {
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Planning")]
 pub struct PlanArgs {
-    /// sendrecv, allgather, broadcast:naive|balance|dfs|greedy, flow, or auto (the fastest of them)
-    #[arg(long, value_name = "S", default_value = "flow", value_parser = Known(strategies), hide_possible_values = true)]
-    pub strategy: String,
+    /// sendrecv, allgather, broadcast:naive|balance|dfs|greedy, flow, or auto (the fastest of them) [default: flow]
+    #[arg(long, value_name = "S", value_parser = Known(strategies), hide_possible_values = true)]
+    pub strategy: Option<String>,
     /// How much arrives before it is forwarded [default: chosen from the sizes]
     #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub chunk: Option<String>,
     /// The most memory a device may need beside its tensors
     #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub max_extra_bytes: Option<String>,
-    /// For the randomized schedulers: same seed, same plan
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub seed: u64,
+    /// For the randomized schedulers: same seed, same plan [default: 0]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
 }
 
 impl ProblemArgs {
@@ -125,6 +125,16 @@ impl ProblemArgs {
 }
 
 impl HostArgs {
+    /// What should be said of hosts that nobody described: that one has a great many devices.
+    pub fn assumption(&self, problem: &Problem) -> Option<String> {
+        const USUAL: u32 = 16;
+        let most = problem.cluster.hosts.iter().map(|host| host.devices).max()?;
+        let assumed = self.cluster.is_none() && self.devices_per_host.is_none();
+        (assumed && most > USUAL).then(|| {
+            format!("one host of {most} devices is assumed, the length of a mesh's last axis; --devices-per-host says otherwise")
+        })
+    }
+
     /// Tensors on these hosts.
     pub fn problem(&self, pairs: Vec<(String, Layout, Layout)>) -> Result<Problem> {
         let mut problem = Problem::new(pairs, self.hosts()?)?;
@@ -210,11 +220,24 @@ impl PlanArgs {
             None => Ok(None),
         };
         Ok(PlanOptions {
-            strategy: self.strategy.parse::<Strategy>()?,
+            strategy: self.strategy.as_deref().map_or(Ok(Strategy::default()), str::parse)?,
             chunk_bytes: bytes(&self.chunk, "--chunk")?,
             max_extra_bytes: bytes(&self.max_extra_bytes, "--max-extra-bytes")?,
-            seed: self.seed,
+            seed: self.seed.unwrap_or(0),
         })
+    }
+}
+
+impl PlanArgs {
+    /// A flag that says how to plan, for those who have a plan already.
+    pub fn first_given(&self) -> Option<&'static str> {
+        let given = [
+            ("--strategy", self.strategy.is_some()),
+            ("--chunk", self.chunk.is_some()),
+            ("--max-extra-bytes", self.max_extra_bytes.is_some()),
+            ("--seed", self.seed.is_some()),
+        ];
+        given.into_iter().find(|(_, given)| *given).map(|(flag, _)| flag)
     }
 }
 

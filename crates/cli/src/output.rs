@@ -111,6 +111,11 @@ impl Progress {
         Self { shown: std::io::stderr().is_terminal() }
     }
 
+    /// Says nothing, where another says more.
+    pub fn silent() -> Self {
+        Self { shown: false }
+    }
+
     /// Whether there is somebody to see it.
     pub fn is_shown(&self) -> bool {
         self.shown && answers()

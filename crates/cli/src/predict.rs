@@ -79,7 +79,7 @@ fn fits(program: &Verified, problem: &Problem) -> Result<()> {
     for (at, rank) in program.ranks.iter().enumerate() {
         let rank_id = Rank(at as u32);
         let host = problem.topology.host(rank_id);
-        let Some(room) = problem.cluster.hosts[host.index()].memory_bytes else { continue };
+        let Some(room) = problem.memory_of(rank_id) else { continue };
         let extra = rank.extra_bytes();
         let shards = rank.buffers.iter().map(|buffer| buffer.bytes).sum::<u64>() - extra;
         if shards + extra <= room {

@@ -7,7 +7,7 @@ use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use common::{Scratch, binary, crossmesh, ok};
+use common::{Scratch, binary, crossmesh, ok, refused};
 use crossmesh_testkit::machine::{
     alive, descendants, eventually, inside, namespaces_of, needs_root, output_within,
 };
@@ -41,6 +41,54 @@ fn a_plan_file_runs_with_its_strategy() {
     let report = ok(&["run", &plan, "--format", "json"]).json();
     assert_eq!((&report["strategy"], &report["verified"]), (&"broadcast:greedy".into(), &true.into()));
     assert!(ok(&["run", &plan]).last_line().ends_with("; every element checked"));
+    for flag in [["--strategy", "flow"], ["--seed", "3"], ["--chunk", "64KiB"]] {
+        let said = refused(&["run", &plan, flag[0], flag[1]]);
+        assert!(said.contains("is planned already\nhint: leave --"), "{said}");
+    }
+}
+
+/// Small tensors beside a large one are put together by one receiver and passed on, between real processes too.
+#[test]
+fn small_tensors_arrive_in_few_messages() {
+    let scratch = Scratch::new();
+    let pairs = scratch.at("pairs.txt");
+    let norm = "f32[33]@A{fsdp:4}(fsdp) -> f32[33]@B{dp:2,tp:2}(_)\n";
+    let large = "w: f32[1024,512]@A{fsdp:4}(fsdp,_) -> f32[1024,512]@B{dp:2,tp:2}(_,tp)\n";
+    std::fs::write(&pairs, format!("a: {norm}{large}b: {norm}c: {norm}")).unwrap();
+    let plan = ok(&["explain", &pairs, "--format", "json"]).json();
+    let of = |tensor: u64| {
+        plan["transfers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|t| t["tensor"].as_u64().unwrap_or(0) == tensor)
+            .count()
+    };
+    assert_eq!([0, 2, 3].map(of), [4 + 3; 3]);
+    let report = ok(&["run", &pairs, "--repeat", "3", "--format", "json"]).json();
+    assert_eq!((&report["verified"], &report["wrong"]), (&true.into(), &serde_json::json!([])));
+}
+
+/// Small enough to be over in a moment, so the numbers mean little; that they are there and the file can be used does.
+#[test]
+fn calibrating_writes_a_cluster_file() {
+    let scratch = Scratch::new();
+    let file = scratch.at("here.toml");
+    let args =
+        ["bench", "calibrate", "--max-bytes", "16KiB", "--repeat", "1", "-o", &file, "--format", "json"];
+    let report = ok(&args).json();
+    assert_eq!(report["schema"], "crossmesh.calibration/1");
+    let ways = report["ways"].as_array().unwrap();
+    assert_eq!(ways.iter().map(|w| w["rows"].as_array().unwrap().len()).collect::<Vec<_>>(), [3, 3]);
+    assert!(ways.iter().all(|way| way["bytes_per_s"].as_f64().unwrap() > 0.0), "{report}");
+    assert!(
+        std::fs::read_to_string(&file).unwrap().starts_with("# Measured by `crossmesh bench calibrate` on ")
+    );
+    let (src, dst) = ("f32[64]@A{x:2}(x)", "f32[64]@B{x:2}(_)");
+    let plan = ok(&["explain", src, dst, "--cluster", &file, "--format", "json"]).json();
+    assert!(plan["predicted_s"].as_f64().unwrap() >= plan["lower_bound_s"].as_f64().unwrap());
+    let said = refused(&["bench", "calibrate", "--max-bytes", "10B"]);
+    assert!(said.contains("--max-bytes 10: the smallest message has 1024 bytes"), "{said}");
 }
 
 /// That NICs are not shaped, or bytes not really sent, would show in a run faster than the bound. How close to it runs

@@ -85,11 +85,36 @@ pub struct Cluster {
     pub latency_s: f64,
     /// From one device of a host to another, per message.
     pub local_latency_s: f64,
+    /// How long a message to another host keeps its sender busy before its first byte leaves, and its receiver after its
+    /// last one has arrived. A device sees to one message at a time.
+    pub message_s: f64,
+    /// The same for messages between devices of a host.
+    pub local_message_s: f64,
 }
 
 impl Cluster {
     pub fn of_hosts(hosts: Vec<Host>) -> Self {
-        Self { hosts, tiers: vec![], latency_s: 0.0, local_latency_s: 0.0 }
+        Self {
+            hosts,
+            tiers: vec![],
+            latency_s: 0.0,
+            local_latency_s: 0.0,
+            message_s: 0.0,
+            local_message_s: 0.0,
+        }
+    }
+
+    /// Every message costs nothing but its bytes over the rate.
+    pub fn messages_are_free(&self) -> bool {
+        self.message_s == 0.0 && self.local_message_s == 0.0
+    }
+
+    /// What one message takes that has no bytes: at its sender, on its way, at its receiver.
+    pub fn empty_message_s(&self, within_host: bool) -> f64 {
+        match within_host {
+            true => self.local_latency_s + 2.0 * self.local_message_s,
+            false => self.latency_s + 2.0 * self.message_s,
+        }
     }
 
     pub fn num_devices(&self) -> usize {

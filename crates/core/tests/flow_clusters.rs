@@ -75,6 +75,14 @@ fn latency() {
 }
 
 #[test]
+fn messages_that_cost() {
+    let change = |_: &mut Seed, cluster: &mut Cluster| {
+        (cluster.message_s, cluster.local_message_s) = (5e-6, 1e-6);
+    };
+    at_most(gaps(change), 1.02, 1.15);
+}
+
+#[test]
 fn racks_of_two_with_narrow_uplinks() {
     let change = |_: &mut Seed, cluster: &mut Cluster| {
         let hosts: Vec<HostId> = (0..cluster.hosts.len()).map(HostId::at).collect();

@@ -276,7 +276,7 @@ pub fn plan(
     dst_rank_offset: Option<u32>,
 ) -> PyResult<Plan> {
     let hosts = HostArgs { cluster: None, nic, nics, local, latency, devices_per_host };
-    let how = PlanArgs { strategy: strategy.into(), chunk, max_extra_bytes, seed };
+    let how = PlanArgs { strategy: Some(strategy.into()), chunk, max_extra_bytes, seed: Some(seed) };
     let pairs: Vec<_> = pairs.into_iter().map(|(name, src, dst)| (name, src.0, dst.0)).collect();
     let planned = py.detach(|| {
         let pairs = match dst_rank_offset {

@@ -17,6 +17,7 @@ use crate::report;
 use crate::runner::RunOptions;
 use crate::suite::{Case, Fit, Reference, Suite};
 
+mod calibrate;
 pub mod collective;
 mod measured;
 pub mod pipeline;
@@ -28,7 +29,8 @@ mod train;
   crossmesh bench reshard --predict
   crossmesh bench reshard --emulate 400Mbit
   crossmesh bench collective -n 4
-  crossmesh bench pipeline --predict")]
+  crossmesh bench pipeline --predict
+  crossmesh bench calibrate -o here.toml")]
 pub struct Args {
     #[command(subcommand)]
     what: What,
@@ -40,6 +42,7 @@ enum What {
     Collective(collective::CollectiveArgs),
     Pipeline(pipeline::PipelineArgs),
     Train(train::TrainArgs),
+    Calibrate(calibrate::CalibrateArgs),
 }
 
 /// Strategies over a suite of reshards: measured, with the prediction beside it, or only predicted.
@@ -150,6 +153,7 @@ pub fn run(args: &Args) -> Result<Answer> {
         What::Collective(args) => return collective::run(args),
         What::Pipeline(args) => return pipeline::run(args),
         What::Train(args) => return train::run(args),
+        What::Calibrate(args) => return calibrate::run(args),
     };
     let suite = Suite::open(&args.suite)?;
     let bench = Bench::of(args)?;

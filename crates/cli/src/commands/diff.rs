@@ -189,6 +189,9 @@ fn describe(cluster: &Cluster) -> String {
     if cluster.latency_s > 0.0 {
         words.push(format!("latency {}", Seconds(cluster.latency_s)));
     }
+    if !cluster.messages_are_free() {
+        words.push(format!("{} a message", Seconds(cluster.message_s)));
+    }
     if !cluster.tiers.is_empty() {
         words.push(count(cluster.tiers.len(), "tier"));
     }

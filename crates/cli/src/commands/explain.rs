@@ -68,7 +68,11 @@ pub fn run(args: &Args) -> Result<Answer> {
         output::write_file(path, &report::figure::links(&prediction))?;
     }
     match (args.format, args.program) {
-        (Format::Text, false) => output::print(&render(&prediction))?,
+        (Format::Text, false) => {
+            let assumed = args.problem.hosts.assumption(&problem).filter(|_| args.problem.model.is_none());
+            let note = assumed.map_or(String::new(), |assumed| format!("note               {assumed}\n"));
+            output::print(&(note + &render(&prediction)))?;
+        }
         (Format::Json, false) => output::print(&prediction.document())?,
         (Format::Text, true) => output::print(&prediction.program.to_string())?,
         (Format::Json, true) => {

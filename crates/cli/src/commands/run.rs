@@ -206,7 +206,12 @@ fn predict(args: &Args) -> Result<Prediction> {
                 path.display()
             )
         }
-        Some(path) => read_proven_plan(path, &args.problem.hosts),
+        Some(path) => match args.plan.first_given() {
+            None => read_proven_plan(path, &args.problem.hosts),
+            Some(flag) => {
+                bail!("{} is planned already\nhint: leave {flag} out, or plan anew with it", path.display())
+            }
+        },
     }
 }
 

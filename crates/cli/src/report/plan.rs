@@ -73,13 +73,17 @@ fn config(plan: &Plan) -> String {
     let nic = cluster.hosts.first().map_or(String::new(), |h| {
         format!("{} × {} a host, {} inside", h.nics, Rate(h.nic_out_bytes_per_s), Rate(h.local_bytes_per_s))
     });
+    let messages = match cluster.messages_are_free() {
+        true => String::new(),
+        false => format!(", {} a message at each end", Seconds(cluster.message_s)),
+    };
     format!(
         "strategy {}, chunks of {}, {}; {nic}, latency {}",
         plan.strategy,
         Bytes(plan.chunk_bytes),
         summary::place(&plan.problem),
         Seconds(cluster.latency_s)
-    )
+    ) + &messages
 }
 
 fn figures(prediction: &Prediction) -> String {

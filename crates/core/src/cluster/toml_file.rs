@@ -3,6 +3,8 @@
 //! ```toml
 //! latency = "10us"          # from host to host, per message; default 0
 //! local_latency = "1us"     # between devices of a host; default 0
+//! message = "4us"           # of its sender's time and of its receiver's, per message between hosts; default 0
+//! local_message = "500ns"   # the same between devices of a host; default 0
 //!
 //! [[host]]                  # in rank order; at least one
 //! count = 16                # that many hosts alike; default 1
@@ -50,7 +52,7 @@ pub const MAX_TIERS: usize = 8;
 /// Uplinks outside of this come from a mistaken ratio, and would overflow the times computed from them.
 const UPLINKS_BYTES_PER_S: std::ops::RangeInclusive<f64> = 0.125..=1e30;
 
-const TOP_KEYS: &[&str] = &["latency", "local_latency", "host", "tier"];
+const TOP_KEYS: &[&str] = &["latency", "local_latency", "message", "local_message", "host", "tier"];
 const HOST_KEYS: &[&str] = &["count", "devices", "nics", "nic", "nic_out", "nic_in", "local", "memory"];
 const TIER_KEYS: &[&str] = &["name", "hosts_per_group", "groups", "oversubscription", "uplink"];
 
@@ -113,6 +115,8 @@ impl Cluster {
         let mut cluster = Cluster::of_hosts(read_hosts(&top)?);
         cluster.latency_s = top.seconds("latency")?.unwrap_or(0.0);
         cluster.local_latency_s = top.seconds("local_latency")?.unwrap_or(0.0);
+        cluster.message_s = top.seconds("message")?.unwrap_or(0.0);
+        cluster.local_message_s = top.seconds("local_message")?.unwrap_or(0.0);
         let tiers = top.tables("tier", "a [[tier]]", TIER_KEYS)?;
         if tiers.len() > MAX_TIERS {
             return Err(ClusterError::TooManyTiers { tiers: tiers.len() });
@@ -263,6 +267,8 @@ mod tests {
     const FULL: &str = r#"
 latency = "10us"
 local_latency = "1us"
+message = "4us"
+local_message = "500ns"
 
 [[host]]
 count = 3
@@ -290,6 +296,8 @@ uplink = "100Gbit"
     fn reads_every_key() {
         let cluster = Cluster::from_toml(FULL).unwrap();
         assert_eq!((cluster.latency_s, cluster.local_latency_s), (10e-6, 1e-6));
+        assert_eq!((cluster.message_s, cluster.local_message_s), (4e-6, 500e-9));
+        assert!((cluster.empty_message_s(false) - 18e-6).abs() < 1e-15);
         assert_eq!(cluster.hosts.len(), 4);
         assert_eq!(cluster.num_devices(), 26);
         let big = &cluster.hosts[2];

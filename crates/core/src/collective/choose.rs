@@ -14,7 +14,9 @@ use super::{Call, Collective, CollectiveError};
 use crate::cluster::{Cluster, Topology};
 use crate::reshard::problem::Hosts;
 use crate::reshard::strategy::MIN_CHUNK_BYTES;
-use crate::reshard::{Plan, PlanError, PlanOptions, Problem, Strategy, fitting_chunk, lower, lower_bound};
+use crate::reshard::{
+    Plan, PlanError, PlanOptions, Problem, Strategy, bandwidth_bound, fitting_chunk, lower,
+};
 use crate::sim::simulate;
 use crate::units::Seconds;
 
@@ -149,8 +151,9 @@ impl<'a> Planner<'a> {
         if ranks > MAX_FLOW_RANKS || !self.is_worth_a_try(Algorithm::Flow) {
             return Ok(false);
         }
-        let bound_s = lower_bound(&self.problem)?.seconds;
-        let least_s = bound_s + self.compared_on.local_latency_s.min(self.compared_on.latency_s);
+        let bound_s = bandwidth_bound(&self.problem)?.seconds;
+        let cluster = &self.compared_on;
+        let least_s = bound_s + cluster.empty_message_s(true).min(cluster.empty_message_s(false));
         Ok(compared.iter().all(|c| c.seconds() > CLOSE_ENOUGH * least_s))
     }
 
@@ -214,8 +217,9 @@ impl<'a> Planner<'a> {
         let trace = simulate(&program, &self.compared_on);
         let ops = program.ranks.iter().map(|r| r.ops.len()).max().unwrap_or(0);
         Candidate {
+            // Where the cluster says what a message costs, the simulator has counted it.
             predicted_s: trace.expect("a planned program runs to its end").makespan_s,
-            handling_s: ops as f64 * HANDLING_S,
+            handling_s: if self.compared_on.messages_are_free() { ops as f64 * HANDLING_S } else { 0.0 },
             plan,
         }
     }

@@ -17,7 +17,9 @@
 //!                                                        or 3 over 3 and 2 over whoever else is in the cluster
 //! ```
 //!
-//! The bound counts bandwidth alone, not latency. Between hosts and between groups it holds for every plan: any host may
+//! To the bandwidth comes one message: whatever the plan, no byte leaves before its sender has seen to the message it is in, and
+//! the last one has its latency and its receiver's time before it ([`Cluster::empty_message_s`]). Where the cluster says nothing of
+//! these they are 0. How many messages a plan takes is its own choice: boxes may travel together. Between hosts and between groups it holds for every plan: any host may
 //! forward, add up and help. Inside a host it takes it that the host does not bring in, over its NICs, what it can make
 //! of what it holds; a bound that rests on this says so.
 
@@ -27,7 +29,7 @@ mod messages;
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::id::{HostId, Rank};
-use crate::units::{Bytes, Rate};
+use crate::units::{Bytes, Rate, Seconds};
 
 use super::assign::{Candidate, Job, least_time};
 use super::demand::{Class, Demands, SumSource};
@@ -41,9 +43,28 @@ pub struct Bound {
     pub seconds: f64,
     /// For a reader: which links, which direction, how many bytes, and what is taken for granted.
     pub reason: String,
+    /// It rests on bytes that have to go from host to host.
+    between_hosts: bool,
 }
 
 pub fn lower_bound(problem: &Problem) -> Result<Bound, PlanError> {
+    let mut bound = bandwidth_bound(problem)?;
+    if bound.seconds > 0.0 {
+        let cluster = &problem.cluster;
+        let message_s = match bound.between_hosts {
+            true => cluster.empty_message_s(false),
+            false => cluster.empty_message_s(false).min(cluster.empty_message_s(true)),
+        };
+        bound.seconds += message_s;
+        if message_s > 0.0 {
+            bound.reason += &format!(", and {} of a message", Seconds(message_s));
+        }
+    }
+    Ok(bound)
+}
+
+/// The bound as if messages took no longer than their bytes.
+pub(crate) fn bandwidth_bound(problem: &Problem) -> Result<Bound, PlanError> {
     Ok(bound_of(problem, &Demands::of(problem)?))
 }
 
@@ -54,6 +75,7 @@ pub(crate) fn bound_of(problem: &Problem, demands: &Demands) -> Bound {
         let classes: Vec<Class> = demands.remote.iter().map(|class| level.lift(class)).collect();
         worst = worst.or_larger(level.bound(&classes, demands));
     }
+    worst.between_hosts = true;
     let worst = worst.or_larger(inside_hosts(problem, demands));
     joint_bound(problem, demands, worst.seconds).unwrap_or(worst)
 }
@@ -235,7 +257,7 @@ impl<'a> Level<'a> {
             if seconds > bound.seconds {
                 let reason =
                     format!("{} in: {}", self.name(node as u32), at_rate(bytes, self.in_rates[node]));
-                bound = Bound { seconds, reason };
+                bound = Bound { seconds, reason, ..Bound::default() };
             }
         }
         bound
@@ -274,7 +296,7 @@ impl<'a> Level<'a> {
             + binding.iter().map(|&n| alone[n as usize]).sum::<u64>();
         let rate: f64 = binding.iter().map(|&n| self.out_rates[n as usize]).sum();
         let reason = format!("{} out: {}", self.names(&binding), at_rate(bytes, rate));
-        Bound { seconds: bytes as f64 / rate, reason }
+        Bound { seconds: bytes as f64 / rate, reason, ..Bound::default() }
     }
 
     /// The worst set of nodes, by the messages that cannot be spared.
@@ -297,7 +319,8 @@ impl<'a> Level<'a> {
             false => "",
         };
         let at = at_rate(bytes, rate);
-        Bound { seconds, reason: format!("{} {way}, all messages: {at}{helpers}", self.names(&nodes)) }
+        let reason = format!("{} {way}, all messages: {at}{helpers}", self.names(&nodes));
+        Bound { seconds, reason, ..Bound::default() }
     }
 }
 

@@ -31,6 +31,7 @@ pub mod strategy;
 mod testing;
 mod unit;
 
+pub(crate) use bound::bandwidth_bound;
 pub use bound::{Bound, lower_bound};
 pub(crate) use flow::fitting_chunk;
 pub use lower::{Projector, lower};

@@ -189,6 +189,12 @@ impl Plan {
         &mut self.transfers[id.index()]
     }
 
+    /// Makes it a part of a plan of a larger problem, in which its tensors have these numbers.
+    pub(crate) fn renumber(&mut self, problem: Problem, numbers: &[u32]) {
+        self.transfers.iter_mut().for_each(|t| t.tensor = numbers[t.tensor as usize]);
+        self.problem = problem;
+    }
+
     /// Ids are 32 bits wide, and so are a plan's tables.
     pub fn check_size(&self) -> Result<(), PlanError> {
         let limit = u64::from(u32::MAX);

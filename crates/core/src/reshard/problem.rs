@@ -116,6 +116,11 @@ pub struct Problem {
 }
 
 impl Problem {
+    /// The memory of a device, where it is known.
+    pub fn memory_of(&self, rank: Rank) -> Option<u64> {
+        self.cluster.hosts[self.topology.host(rank).index()].memory_bytes
+    }
+
     /// One tensor on an assumed cluster.
     pub fn pair(src: Layout, dst: Layout) -> Result<Self, PlanError> {
         Self::new(vec![(String::new(), src, dst)], Hosts::default())

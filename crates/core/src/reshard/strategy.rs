@@ -5,8 +5,10 @@ use std::str::FromStr;
 
 use super::plan::Plan;
 use super::problem::{PlanError, Problem};
-use super::{allgather, broadcast, flow, sendrecv};
-use crate::units::Seconds;
+use super::{allgather, broadcast, flow, lower, sendrecv};
+use crate::id::Rank;
+use crate::sim::simulate;
+use crate::units::{Bytes, Seconds};
 
 /// How transfers are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -108,27 +110,91 @@ pub fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError>
     }
 }
 
-/// Plans with every strategy that can, and takes the plan with the least predicted time; the earlier on a tie. Only if
-/// none can does it fail, with `flow`'s reason.
+/// Memory beside the tensors that `auto` lets sums have, where nobody said how much: less of it means smaller turns, which can be
+/// faster than large ones.
+const TRIED_LIMITS: [u64; 2] = [1 << 20, 16 << 20];
+
+/// Plans with every strategy that can, and takes the plan with the least predicted time among those that devices have the room
+/// for; the earlier on a tie. Only if none can plan does it fail, with `flow`'s reason.
 fn plan_fastest(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
-    let (mut plans, mut failures) = (vec![], vec![]);
+    let mut tries: Vec<(String, PlanOptions)> = vec![];
     for strategy in Strategy::CONCRETE.into_iter().rev() {
-        match plan(problem, &PlanOptions { strategy, ..options.clone() }) {
-            Ok(plan) => plans.push((plan.predicted_s(), plan)),
-            Err(error) => failures.push((strategy, error)),
+        tries.push((strategy.to_string(), PlanOptions { strategy, ..options.clone() }));
+    }
+    if options.max_extra_bytes.is_none() && problem.reshards.iter().any(|r| r.src.layout.partial().is_some())
+    {
+        for limit in TRIED_LIMITS {
+            let strategy = Strategy::Flow;
+            let limited = PlanOptions { strategy, max_extra_bytes: Some(limit), ..options.clone() };
+            tries.push((format!("{strategy} within {}", Bytes(limit)), limited));
         }
     }
-    let times: Vec<String> = plans.iter().map(|(s, p)| format!("{} {}", p.strategy, Seconds(*s))).collect();
-    let Some((_, mut plan)) = plans.into_iter().reduce(|a, b| if b.0 < a.0 * 0.999 { b } else { a }) else {
+    let (mut candidates, mut failures) = (vec![], vec![]);
+    for (name, options) in tries {
+        match plan(problem, &options) {
+            Ok(plan) => candidates.push(Candidate::of(name, plan)),
+            Err(error) => failures.push((name, error)),
+        }
+    }
+    let all: Vec<String> = candidates.iter().map(Candidate::describe).collect();
+    let Some(best) = candidates.into_iter().reduce(Candidate::better) else {
         return Err(failures.swap_remove(0).1);
     };
-    plan.reasons.insert(0, format!("auto chose {} by predicted time: {}", plan.strategy, times.join(", ")));
+    let mut plan = best.plan;
+    plan.reasons.insert(0, format!("auto chose {} by predicted time: {}", best.name, all.join(", ")));
     // That baselines cannot add up goes without saying.
-    for (strategy, error) in failures.iter().filter(|(_, e)| !matches!(e, PlanError::CannotReduce { .. })) {
+    for (name, error) in failures.iter().filter(|(_, e)| !matches!(e, PlanError::CannotReduce { .. })) {
         let said = error.to_string();
-        plan.reasons.insert(1, format!("{strategy} cannot: {}", said.lines().next().unwrap_or_default()));
+        plan.reasons.insert(1, format!("{name} cannot: {}", said.lines().next().unwrap_or_default()));
     }
     Ok(plan)
+}
+
+/// A plan that `auto` looks at.
+struct Candidate {
+    name: String,
+    plan: Plan,
+    predicted_s: f64,
+    /// Of the rank that needs most.
+    extra_bytes: u64,
+    fits: bool,
+}
+
+impl Candidate {
+    fn of(name: String, plan: Plan) -> Self {
+        let program = lower(&plan);
+        let trace = simulate(&program, &plan.problem.cluster);
+        let has_room = |(rank, needed): (usize, u64)| {
+            plan.problem.memory_of(Rank::at(rank)).is_none_or(|room| needed <= room)
+        };
+        let needed = program.ranks.iter().map(|r| r.buffers.iter().map(|b| b.bytes).sum::<u64>());
+        Self {
+            predicted_s: trace.expect("a planned program runs to its end").makespan_s,
+            extra_bytes: program.ranks.iter().map(|r| r.extra_bytes()).max().unwrap_or(0),
+            fits: needed.enumerate().all(has_room),
+            name,
+            plan,
+        }
+    }
+
+    /// The one that fits, the faster one, the first.
+    fn better(self, other: Self) -> Self {
+        let is_better = match (self.fits, other.fits) {
+            (true, false) => false,
+            (false, true) => true,
+            _ => other.predicted_s < self.predicted_s * 0.999,
+        };
+        if is_better { other } else { self }
+    }
+
+    fn describe(&self) -> String {
+        let memory = match self.extra_bytes {
+            0 => String::new(),
+            bytes => format!(" with {}", Bytes(bytes)),
+        };
+        let room = if self.fits { "" } else { ", which does not fit" };
+        format!("{} {}{memory}{room}", self.name, Seconds(self.predicted_s))
+    }
 }
 
 /// The fewest bytes worth a chunk of their own.
@@ -178,6 +244,26 @@ mod tests {
         assert_eq!(plan(&sum, &options(1)).unwrap_err(), plan(&sum, &flow).unwrap_err());
         let copies = problem(&[("f32[64,64]@A{h:4}(h,_)", "f32[64,64]@B{x:2}(_,_)")]);
         assert!(plan(&copies, &options(0)).is_ok());
+    }
+
+    #[test]
+    fn auto_tries_less_memory_for_sums_and_takes_what_fits() {
+        let auto = PlanOptions { strategy: Strategy::Auto, ..PlanOptions::default() };
+        let mut sum = problem(&[("f32[4096,512]@A{h:8}(_,_ | sum h)", "f32[4096,512]@B{x:4}(x,_)")]);
+        let chosen = plan(&sum, &auto).unwrap();
+        assert!(chosen.reasons[0].contains("flow within 1.00 MiB"), "{:?}", chosen.reasons);
+        let least = |max_extra_bytes| {
+            let flow = PlanOptions { strategy: Strategy::Flow, max_extra_bytes, ..PlanOptions::default() };
+            plan(&sum, &flow).map_or(f64::INFINITY, |plan| plan.predicted_s())
+        };
+        let best = [None, Some(1 << 20), Some(16 << 20)].map(least).into_iter().fold(f64::INFINITY, f64::min);
+        assert!(chosen.predicted_s() <= best * 1.002, "{} s, {best} s were there", chosen.predicted_s());
+        // With room for the shards and a little more, only a plan that needs little fits.
+        let shards = 4096 * 512 * 4;
+        sum.cluster.hosts.iter_mut().for_each(|host| host.memory_bytes = Some(shards + (2 << 20)));
+        let chosen = plan(&sum, &auto).unwrap();
+        let extra = lower(&chosen).ranks.iter().map(|r| r.extra_bytes()).max();
+        assert!(extra <= Some(2 << 20), "{extra:?}: {:?}", chosen.reasons);
     }
 
     #[test]

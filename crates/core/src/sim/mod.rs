@@ -9,6 +9,9 @@
 //! r1 -> r2      |=====================|      one chunk later, and so on down the chain
 //! ```
 //!
+//! Where the cluster says that messages cost time, a rank sees to one at a time: before its first byte leaves, and after its last one has
+//! arrived. Both wait for whatever the rank is busy with.
+//!
 //! Between events every rate is constant, so nothing is computed per chunk: the cost is in events, not in bytes.
 
 mod network;
@@ -22,7 +25,7 @@ use crate::id::Rank;
 use crate::program::Program;
 use crate::trace::{OpSpan, Trace};
 use network::{Network, Ordered};
-use wiring::{Ending, Local, Wiring};
+use wiring::{Ending, Local, Message, Wiring};
 
 /// Why a program has no trace. A verified program always has one.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -70,6 +73,7 @@ const SAME_TIME: f64 = 1e-9;
 struct Channel {
     /// Index into its queue.
     head: u32,
+    preparation: Preparation,
     moving: bool,
     sent: f64,
     updated_s: f64,
@@ -77,9 +81,22 @@ struct Channel {
     version: u32,
 }
 
+/// What the sender has done for the head of a channel before its first byte can leave.
+#[derive(Debug, Clone, Copy, Default)]
+enum Preparation {
+    #[default]
+    Ahead,
+    UnderWay,
+    Done,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// The last byte has arrived.
+    /// The sender has seen to the head of this channel.
+    Prepared(u32),
+    /// The last byte is there, and the receiver has yet to see to it.
+    Landed(u32),
+    /// The receiver has seen to it.
     Arrived(u32),
     /// The first chunk has arrived: followers may start.
     Opened(u32),
@@ -121,6 +138,10 @@ struct Sim {
     channels: Vec<Channel>,
     progress: Vec<Progress>,
     latency_s: Vec<f64>,
+    /// By channel: how long a message keeps its sender busy, and its receiver.
+    message_s: Vec<f64>,
+    /// By rank: until when it is busy with messages.
+    busy_until_s: Vec<f64>,
     chunk: f64,
     now_s: f64,
     events: BinaryHeap<Reverse<(Ordered, Event)>>,
@@ -140,7 +161,13 @@ impl Sim {
             true => cluster.local_latency_s,
             false => cluster.latency_s,
         };
+        let message = |&(src, dst): &(Rank, Rank)| match topology.same_host(src, dst) {
+            true => cluster.local_message_s,
+            false => cluster.message_s,
+        };
         Ok(Self {
+            message_s: wiring.channel_ends.iter().map(message).collect(),
+            busy_until_s: vec![0.0; program.ranks.len()],
             channels: vec![Channel::default(); wiring.channel_ends.len()],
             progress: vec![Progress::default(); wiring.messages.len()],
             latency_s: wiring.channel_ends.iter().map(latency).collect(),
@@ -218,7 +245,9 @@ impl Sim {
     fn try_start(&mut self, channel: u32) {
         while !self.channels[channel as usize].moving {
             let Some(message) = self.head(channel).filter(|&m| self.is_ready(m)) else { return };
-            self.mark_start(message);
+            if !self.is_prepared(channel, message) {
+                return;
+            }
             if self.wiring.messages[message as usize].bytes == 0.0 {
                 self.finish(channel);
                 continue;
@@ -230,10 +259,38 @@ impl Sim {
         }
     }
 
-    fn mark_start(&mut self, message: u32) {
+    /// Whether the sender has seen to a head that may start. If not, it does so as soon as it can.
+    fn is_prepared(&mut self, channel: u32, message: u32) -> bool {
+        let seconds = self.message_s[channel as usize];
+        match self.channels[channel as usize].preparation {
+            Preparation::Done => true,
+            Preparation::UnderWay => false,
+            Preparation::Ahead if seconds == 0.0 => {
+                self.mark_start(message, self.now_s);
+                true
+            }
+            Preparation::Ahead => {
+                let begin_s = self.occupy(self.wiring.messages[message as usize].src, seconds);
+                self.channels[channel as usize].preparation = Preparation::UnderWay;
+                self.mark_start(message, begin_s);
+                self.later(begin_s + seconds - self.now_s, Event::Prepared(channel));
+                false
+            }
+        }
+    }
+
+    /// Keeps a rank busy with a message for so long, from now or from when it is free; says when that begins.
+    fn occupy(&mut self, rank: Rank, seconds: f64) -> f64 {
+        let until_s = &mut self.busy_until_s[rank.index()];
+        let begin_s = until_s.max(self.now_s);
+        *until_s = begin_s + seconds;
+        begin_s
+    }
+
+    fn mark_start(&mut self, message: u32, start_s: f64) {
         let m = &self.wiring.messages[message as usize];
-        self.ops[m.src.index()][m.send_op as usize].start_s = self.now_s;
-        self.ops[m.dst.index()][m.recv_op as usize].start_s = self.now_s;
+        self.ops[m.src.index()][m.send_op as usize].start_s = start_s;
+        self.ops[m.dst.index()][m.recv_op as usize].start_s = start_s;
     }
 
     /// Brings a channel's progress up to now.
@@ -285,6 +342,11 @@ impl Sim {
 
     fn handle(&mut self, event: Event) {
         match event {
+            Event::Prepared(channel) => {
+                self.channels[channel as usize].preparation = Preparation::Done;
+                self.to_try.push(channel);
+            }
+            Event::Landed(message) => self.land(message),
             Event::Arrived(message) => self.arrive(message),
             Event::Opened(message) => self.open(message),
             Event::Computed(local) => self.endings.push(Ending::Local(local)),
@@ -331,15 +393,19 @@ impl Sim {
         state.head += 1;
         state.version += 1;
         state.sent = 0.0;
+        state.preparation = Preparation::Ahead;
         self.endings.push(Ending::Sent(message));
-        self.later(self.latency_s[channel as usize], Event::Arrived(message));
+        let is_free = self.message_s[channel as usize] == 0.0;
+        let arrival = if is_free { Event::Arrived(message) } else { Event::Landed(message) };
+        self.later(self.latency_s[channel as usize], arrival);
         if !self.channels[channel as usize].moving {
             return;
         }
         // The next message of the same kind takes over without a change to the network.
         let next = self.head(channel).filter(|&n| {
             let next = &self.wiring.messages[n as usize];
-            next.weight == weight
+            is_free
+                && next.weight == weight
                 && next.bytes > 0.0
                 && self.wiring.leaders.of(n).is_empty()
                 && self.is_ready(n)
@@ -347,7 +413,7 @@ impl Sim {
         });
         match next {
             Some(next) => {
-                self.mark_start(next);
+                self.mark_start(next, self.now_s);
                 self.predict(channel);
             }
             None => {
@@ -365,6 +431,13 @@ impl Sim {
             self.network.flows[follower as usize].parked = true;
             self.network.touch(follower);
         }
+    }
+
+    fn land(&mut self, message: u32) {
+        let Message { dst, channel, .. } = self.wiring.messages[message as usize];
+        let seconds = self.message_s[channel as usize];
+        let begin_s = self.occupy(dst, seconds);
+        self.later(begin_s + seconds - self.now_s, Event::Arrived(message));
     }
 
     fn arrive(&mut self, message: u32) {

@@ -85,6 +85,47 @@ fn one_message_takes_its_bytes_over_the_rate_and_the_latency() {
 }
 
 #[test]
+fn messages_cost_both_their_ends_time() {
+    let costly = |n| Cluster { latency_s: 0.25, message_s: 0.1, ..hosts(n) };
+    let mut row = Sketch::default();
+    (0..4).for_each(|_| _ = row.message(0, 1, 500));
+    assert_close(row.seconds(&costly(2), 100), 4.0 * (0.1 + 0.5) + 0.25 + 0.1);
+
+    // A rank sees to one message at a time, whoever it is to or from.
+    let (mut to_many, mut from_many) = (Sketch::default(), Sketch::default());
+    for peer in 1..4 {
+        to_many.message(0, peer, 0);
+        from_many.message(peer, 0, 0);
+    }
+    assert_close(to_many.seconds(&costly(4), 100), 3.0 * 0.1 + 0.25 + 0.1);
+    assert_close(from_many.seconds(&costly(4), 100), 0.1 + 0.25 + 3.0 * 0.1);
+
+    // Both of its messages in keep r1 from sending at once: it sees to them, then to its own.
+    let mut both = Sketch::default();
+    let first = both.message(0, 1, 0);
+    both.message(2, 1, 0);
+    let last = both.message(1, 3, 0);
+    both.waits.push((last, first));
+    assert_close(both.seconds(&costly(4), 100), 0.1 + 0.25 + 2.0 * 0.1 + 0.1 + 0.25 + 0.1);
+
+    let mut chain = Sketch::default();
+    let head = chain.message(0, 1, 10_000);
+    let tail = chain.message(1, 2, 10_000);
+    chain.follows.push((tail, head));
+    let seconds = chain.seconds(&Cluster { message_s: 0.1, ..hosts(3) }, 100);
+    assert_close(seconds, 0.1 + 0.1 + 0.1 + 10.0 + 0.1);
+}
+
+#[test]
+fn messages_inside_a_host_have_a_cost_of_their_own() {
+    let host = Host { local_bytes_per_s: 1000.0, ..Host::with_devices(2) };
+    let cluster = Cluster { local_message_s: 0.5, message_s: 7.0, ..Cluster::of_hosts(vec![host]) };
+    let mut sketch = Sketch::default();
+    sketch.message(0, 1, 1000);
+    assert_close(sketch.seconds(&cluster, 100), 0.5 + 1.0 + 0.5);
+}
+
+#[test]
 fn a_chain_fills_a_chunk_per_hop() {
     for hops in 1..6 {
         let mut sketch = Sketch::default();

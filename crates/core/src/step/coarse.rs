@@ -79,6 +79,8 @@ impl Groups {
         let cluster = Cluster {
             latency_s: latencies.latency_s,
             local_latency_s: latencies.local_latency_s,
+            message_s: latencies.message_s,
+            local_message_s: latencies.local_message_s,
             ..Cluster::of_hosts(hosts)
         };
         Self { cluster, rank }
@@ -110,8 +112,7 @@ impl Groups {
             true => out.local_bytes_per_s,
             false => out.nic_out_bytes_per_s.min(into.nic_in_bytes_per_s),
         };
-        let latency_s = if near { self.cluster.local_latency_s } else { self.cluster.latency_s };
-        let bytes = ((seconds - latency_s).max(0.0) * rate).round().max(1.0) as u64;
+        let bytes = ((seconds - self.cluster.empty_message_s(near)).max(0.0) * rate).round().max(1.0) as u64;
         let layout = |name: &str, rank: Rank| format!("u8[{bytes}]@{name}{{x:1}}={}(_)", rank.0).parse();
         let bad = |what: &str| StepError::Coarse { name: c.name.clone(), what: what.into() };
         let (src, dst) = (layout("A", a), layout("B", b));

@@ -130,7 +130,7 @@ impl Cut {
         // A byte more or less is rounding.
         (!binding.is_empty() && seconds > floor_s + 2.0 / rate).then(|| {
             let reason = format!("{} out: {}", names.join(" "), at_rate((seconds * rate) as u64, rate));
-            Bound { seconds, reason }
+            Bound { seconds, reason, ..Bound::default() }
         })
     }
 }
@@ -151,7 +151,7 @@ fn devices_in(problem: &Problem, demands: &Demands) -> Option<Bound> {
         let seconds = bytes as f64 / rate;
         if worst.as_ref().is_none_or(|w| seconds > w.seconds) {
             let reason = format!("{} in, by NIC and local links: {}", name(), at_rate(bytes, rate));
-            worst = Some(Bound { seconds, reason });
+            worst = Some(Bound { seconds, reason, ..Bound::default() });
         }
     };
     for (r, &bytes) in wanted.iter().enumerate() {

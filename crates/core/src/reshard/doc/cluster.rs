@@ -17,6 +17,10 @@ pub struct ClusterDoc {
     pub latency_s: f64,
     #[serde(default)]
     pub local_latency_s: f64,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub message_s: f64,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub local_message_s: f64,
 }
 
 /// A run of hosts that are alike.
@@ -54,6 +58,10 @@ fn is_one(count: &u32) -> bool {
     *count == 1
 }
 
+fn is_zero(seconds: &f64) -> bool {
+    *seconds == 0.0
+}
+
 /// A rate outside of this is taken for a damaged file, and would overflow the times computed from it.
 const RATES_BYTES_PER_S: std::ops::RangeInclusive<f64> = 1e-30..=1e30;
 
@@ -61,7 +69,8 @@ impl ClusterDoc {
     pub fn new(cluster: &Cluster) -> Self {
         let hosts = cluster.hosts.chunk_by(|a, b| a == b).map(HostDoc::new).collect();
         let tiers = cluster.tiers.iter().map(TierDoc::new).collect();
-        Self { hosts, tiers, latency_s: cluster.latency_s, local_latency_s: cluster.local_latency_s }
+        let Cluster { latency_s, local_latency_s, message_s, local_message_s, .. } = *cluster;
+        Self { hosts, tiers, latency_s, local_latency_s, message_s, local_message_s }
     }
 
     pub fn to_cluster(&self) -> Result<Cluster, PlanDocError> {
@@ -78,7 +87,14 @@ impl ClusterDoc {
             }
             hosts.extend(std::iter::repeat_n(host, run.count as usize));
         }
-        for (field, seconds) in [("latency_s", self.latency_s), ("local_latency_s", self.local_latency_s)] {
+        let Self { latency_s, local_latency_s, message_s, local_message_s, .. } = *self;
+        let times = [
+            ("latency_s", latency_s),
+            ("local_latency_s", local_latency_s),
+            ("message_s", message_s),
+            ("local_message_s", local_message_s),
+        ];
+        for (field, seconds) in times {
             if !(seconds.is_finite() && seconds >= 0.0) {
                 return Err(bad(field, seconds));
             }
@@ -87,7 +103,7 @@ impl ClusterDoc {
             return Err(bad("tiers", self.tiers.len()));
         }
         let tiers = self.tiers.iter().map(|t| t.to_tier(hosts.len())).collect::<Result<_, _>>()?;
-        Ok(Cluster { hosts, tiers, latency_s: self.latency_s, local_latency_s: self.local_latency_s })
+        Ok(Cluster { hosts, tiers, latency_s, local_latency_s, message_s, local_message_s })
     }
 }
 
@@ -173,7 +189,7 @@ mod tests {
     fn refuses_a_cluster_that_would_fill_the_memory() {
         let host =
             HostDoc { count: 65535, ..HostDoc::new(&[Host { devices: 65535, ..Host::with_devices(1) }]) };
-        let doc = ClusterDoc { hosts: vec![host], tiers: vec![], latency_s: 0.0, local_latency_s: 0.0 };
+        let doc = ClusterDoc { hosts: vec![host], ..ClusterDoc::new(&Cluster::of_hosts(vec![])) };
         assert!(doc.to_cluster().unwrap_err().to_string().contains("hosts[].devices"));
         let tier = TierDoc { name: String::new(), groups: vec![] };
         let tiers = vec![tier; 10_000];

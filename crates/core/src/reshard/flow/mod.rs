@@ -5,6 +5,8 @@
 //! and the transfers that do it ([`emit`], and [`sums`] for partial sums). Clusters with tiers have routes of their own
 //! ([`tiers`]).
 //!
+//! Small tensors among large ones are not worth a message for every piece and receiver: they are [`gathered`] first.
+//!
 //! That decides about hosts, then ports, then devices, and each may be in the way of the others: local links that relay
 //! have no time for what stays inside, a rack's uplink none for what its hosts could send. Where the plan is not close to
 //! the bound, all links are looked at together: trees of devices ([`trees`]) are packed ([`packing`]) over all [`links`].
@@ -17,6 +19,7 @@
 
 mod boxes;
 mod emit;
+mod gathered;
 mod links;
 mod packing;
 mod ports;
@@ -39,6 +42,7 @@ use super::strategy::{MIN_CHUNK_BYTES, PlanOptions};
 use crate::id::Rank;
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
+use gathered::Gathered;
 use links::Links;
 use packing::{Packing, pack};
 use routes::{Route, routes};
@@ -78,6 +82,26 @@ const CLOSE_ENOUGH: f64 = 1.02;
 const MAX_STRETCH: f64 = 64.0;
 
 pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
+    let gathered = Gathered::of(problem)?;
+    if gathered.len() == 0 {
+        return plan_all(problem, options);
+    }
+    let (others, numbers) = gathered.others(problem);
+    let mut plan = plan_all(&others, options)?;
+    plan.renumber(problem.clone(), &numbers);
+    gathered.add_to(&mut plan);
+    plan.reasons.push(format!(
+        "{} small tensors are put together by one that wants them and passed on whole: {} messages instead of {}",
+        gathered.len(),
+        gathered.messages,
+        gathered.apart
+    ));
+    plan.check_size()?;
+    Ok(plan)
+}
+
+/// Every tensor piece by piece.
+fn plan_all(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
     if let Some(chunk) = options.chunk_bytes.filter(|&c| c < MIN_CHUNK_BYTES) {
         return Err(PlanError::ChunkTooSmall(chunk));
     }
