@@ -23,7 +23,7 @@ pub use cut::{Balance, cut};
 pub use error::{ConfigError, Origin, nearest};
 pub use resolve::{AnyModel, Resolved, resolve};
 pub use typed::{
-    DataKind, DataSection, Log, ModelKind, OptimizerSection, Pipeline, Precision, Saving, StageSection, Train,
+    DataKind, DataSection, Log, ModelKind, NonFinite, OptimizerSection, Pipeline, Precision, Saving, StageSection, Train,
 };
 pub use value::{parse_mesh, toml_text};
 pub use work::{UnitWork, unit_work};
@@ -108,6 +108,13 @@ impl Config {
             }
         }
         text
+    }
+
+    /// Every key of the sections that there is one of, with its value as it is written: given, or by default.
+    pub fn written(&self) -> Vec<(String, String)> {
+        let keys = keys::KEYS.iter().filter(|key| key.section != "stage" && self.values.applies(key));
+        let entry = |key: &Key| Some((key.path(), self.values.entry(&key.path())?.value.to_string()));
+        keys.filter_map(entry).collect()
     }
 
     /// An error about a key, wherever that was given.

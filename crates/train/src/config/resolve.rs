@@ -74,6 +74,7 @@ pub fn resolve(
     described: Option<Cluster>,
 ) -> Result<Resolved, ConfigError> {
     let model = model(config, classes)?;
+    check_batch(config, &model)?;
     let work = unit_work(&model);
     let teams = teams(config)?;
     let placement = first_schedule(config)?.placement().clone();
@@ -116,6 +117,29 @@ fn model(config: &Config, classes: Option<usize>) -> Result<AnyModel, ConfigErro
                 return Err(config.error("model.vocab", reason, "leave it out to take what the data has"));
             }
             Ok(AnyModel::Gpt(Gpt::new(GptConfig { vocab, ..sizes.clone() }).map_err(refused)?))
+        }
+    }
+}
+
+/// Refuses batches of more numbers than any machine holds, whose count would not fit.
+fn check_batch(config: &Config, model: &AnyModel) -> Result<(), ConfigError> {
+    let each = match model {
+        AnyModel::Gpt(gpt) => {
+            let c = gpt.config();
+            c.context as f64 * c.width.max(c.hidden).max(c.vocab).max(c.context * c.heads) as f64
+        }
+        AnyModel::Unet(unet) => {
+            let c = unet.config();
+            let widest = c.multipliers.iter().max().copied().unwrap_or(1) * c.base;
+            (c.image * c.image) as f64 * widest as f64
+        }
+    };
+    let (samples, micro) = (config.train.samples as f64, f64::from(config.train.microbatches));
+    match samples * micro * each <= (1u64 << 53) as f64 {
+        true => Ok(()),
+        false => {
+            let reason = format!("{} samples of {each} numbers fit no machine", samples * micro);
+            Err(config.error("train.batch", reason, "use fewer samples, or a smaller model"))
         }
     }
 }

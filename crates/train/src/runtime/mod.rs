@@ -96,6 +96,8 @@ pub struct Trainer<T: Scalar> {
     buffers: Arc<StepBuffers>,
     passes: Arc<Mutex<Passes<T>>>,
     step: u64,
+    /// Samples that the steps so far have seen: the next one goes on behind them.
+    samples: u64,
 }
 
 /// A stage of a rank, between two steps.
@@ -138,7 +140,7 @@ impl<T: Scalar + Element> Trainer<T> {
         let worker =
             worker.map_err(|e| CommError::System { me, what: "start its device", cause: e.to_string() })?;
         comm.engine().set_device(Box::new(worker))?;
-        Ok(Self { desk, comm, me, wiring: Arc::clone(wiring), buffers, passes, step: 0 })
+        Ok(Self { desk, comm, me, wiring: Arc::clone(wiring), buffers, passes, step: 0, samples: 0 })
     }
 
     pub fn rank(&self) -> Rank {
@@ -150,9 +152,18 @@ impl<T: Scalar + Element> Trainer<T> {
         self.step
     }
 
+    /// Samples that they have seen.
+    pub fn samples(&self) -> u64 {
+        self.samples
+    }
+
     /// The next step, from its data to its update.
     pub fn step(&mut self) -> Result<StepRecord, TrainError> {
-        lock(&self.passes).step = self.step;
+        let batch = {
+            let mut passes = lock(&self.passes);
+            (passes.step, passes.first_sample) = (self.step, self.samples);
+            passes.job.batch()
+        };
         let mut spec = self.buffers.job(2 * (self.step % 2) as u32)?;
         spec.priority = Urgency::Edges as u32;
         let sent = self.comm.engine_ref().traffic();
@@ -175,6 +186,7 @@ impl<T: Scalar + Element> Trainer<T> {
             loss: outcome.loss,
             grad_norm: outcome.grad_norm,
             learning_rate: outcome.learning_rate,
+            skipped: !outcome.is_finite(),
             times: times::of(&self.wiring.lowered, self.me, &report, &waited, outcome.waited_for_all_s),
             bytes_sent: now.0 - sent.0,
             bytes_received: now.1 - sent.1,
@@ -183,6 +195,7 @@ impl<T: Scalar + Element> Trainer<T> {
             passes: times::spans(&self.wiring.lowered, self.me, &report),
         };
         self.step += 1;
+        self.samples += batch;
         Ok(record)
     }
 
@@ -198,9 +211,9 @@ impl<T: Scalar + Element> Trainer<T> {
         Ok(())
     }
 
-    /// Goes on as if so many steps had been done.
-    pub fn resume_at(&mut self, step: u64) {
-        self.step = step;
+    /// Goes on as if so many steps had been done, over so many samples.
+    pub fn resume_at(&mut self, step: u64, samples: u64) {
+        (self.step, self.samples) = (step, samples);
     }
 
     /// Collectives of the job's own, between two steps.

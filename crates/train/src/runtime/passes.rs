@@ -53,6 +53,8 @@ pub struct Passes<T: Scalar> {
     away: BTreeMap<(StageId, Id), Away>,
     /// The step under way.
     pub step: u64,
+    /// The number of its first sample.
+    pub first_sample: u64,
     /// This rank's summands of the loss, so far.
     pub loss: f64,
     pub waited: Waited,
@@ -102,6 +104,7 @@ impl<T: Scalar + Element> Passes<T> {
             here: BTreeMap::new(),
             away: BTreeMap::new(),
             step: 0,
+            first_sample: 0,
             loss: 0.0,
             waited: Waited::default(),
             peak_bytes: 0,
@@ -229,7 +232,7 @@ impl<T: Scalar + Element> Passes<T> {
     fn data(&self, stage: StageId, port: usize, microbatch: Id) -> Result<Value<HostBuf<T>>, PassFailure> {
         let RankStage { chain, setup, .. } = &self.stages[&stage];
         let (port, own) = (&chain.inputs()[port], setup.own_samples());
-        let first = self.step * self.job.batch() + u64::from(microbatch.0) * self.job.samples as u64;
+        let first = self.first_sample + u64::from(microbatch.0) * self.job.samples as u64;
         let samples = first + own.start as u64..first + own.end as u64;
         Ok(match self.feed.read(&port.name, samples)? {
             Column::Ids(ids) => Value::Ids(ids),

@@ -44,9 +44,17 @@ enum Kind {
 }
 
 impl Encoder {
-    /// A byte is an id; 256 ends a document.
-    pub fn bytes() -> Self {
-        Self { kind: Kind::Bytes, vocab: 257, end: Some(256), checksum: 0 }
+    /// A byte is an id; 256 ends a document, unless nothing should.
+    pub fn bytes(end: &DocumentEnd) -> Result<Self, DataError> {
+        let end = match end {
+            DocumentEnd::Usual => Some(256),
+            DocumentEnd::Nothing => None,
+            DocumentEnd::Token(token) => {
+                let hint = "leave it out (256 ends a document), or say `none`";
+                return Err(DataError::value("end", token, "bytes have no such token", hint));
+            }
+        };
+        Ok(Self { kind: Kind::Bytes, vocab: 256 + usize::from(end.is_some()), end, checksum: 0 })
     }
 
     /// A Hugging Face tokenizer.json.
