@@ -42,7 +42,11 @@ fn a_step_that_is_not_finite_stops_the_run_and_reaches_no_checkpoint() {
     let what = last["not_finite"].as_str().unwrap();
     assert!(error.starts_with(&format!("error: step {step} has a {what} (learning rate 1e9): ")), "{error}");
     assert!(said.stderr.contains("--set train.nonfinite=skip"), "{}", said.stderr);
-    assert!(said.stderr.contains("the last checkpoint is of step 12: crossmesh train tiny.toml "), "{}", said.stderr);
+    assert!(
+        said.stderr.contains("the last checkpoint is of step 12: crossmesh train tiny.toml "),
+        "{}",
+        said.stderr
+    );
     assert!(said.stdout.is_empty(), "{}", said.stdout);
     assert_eq!(checkpoints(&run), ["step-00000012"]);
     let calm = run.train(&[&every[..], &sets(&["train.steps=14"]), &["--resume", "--json"]].concat());
@@ -56,7 +60,12 @@ fn steps_that_are_not_finite_can_be_skipped() {
     let run = Run::new();
     let every = sets(&["checkpoint.every=10", "checkpoint.keep=1", "train.dtype=f32"]);
     trained(&run.train(&every));
-    let wild = sets(&["optimizer.learning_rate=1e9", "optimizer.schedule=constant", "train.steps=24", "train.nonfinite=skip"]);
+    let wild = sets(&[
+        "optimizer.learning_rate=1e9",
+        "optimizer.schedule=constant",
+        "train.steps=24",
+        "train.nonfinite=skip",
+    ]);
     let said = run.train(&[&every[..], &wild, &["--resume", "--json"]].concat());
     trained(&said);
     let summary = said.json();
@@ -75,7 +84,10 @@ fn a_second_start_overwrites_nothing() {
     let before = run.metrics();
     let again = run.train(&none);
     let error = refused(&again);
-    assert!(error.starts_with("error: runs/tiny has an earlier run") && error.contains("--resume"), "{error}");
+    assert!(
+        error.starts_with("error: runs/tiny has an earlier run") && error.contains("--resume"),
+        "{error}"
+    );
     assert_eq!(run.metrics(), before);
     // Nor does somebody who goes on from another run's checkpoint.
     let other = Run::new();
@@ -93,10 +105,10 @@ fn what_would_silently_be_another_model_is_refused() {
     let files = checkpoints(&run);
     let more = |set: &str| run.train(&["--resume", "--set", "train.steps=20", "--set", set]);
     for (set, key) in [
-        ("model.layers=1", "model.layers is 1, and 2 in "),
-        ("model.tied=false", "model.tied is false, and true in "),
-        ("model.epsilon=1e-3", "model.epsilon is 0.001, and 0.00001 in "),
-        ("model.width=32", "model.width is 32, and 16 in "),
+        ("model.layers=1", "model.layers is 1 and not 2: "),
+        ("model.tied=false", "model.tied is false and not true: "),
+        ("model.epsilon=1e-3", "model.epsilon is 0.001 and not 0.00001: "),
+        ("model.width=32", "model.hidden is 128 and not 64, model.width is 32 and not 16: "),
         ("optimizer.kind=sgd", "exp_avg"),
         ("train.dtype=f32", "it holds f64, and f32 is wanted"),
     ] {
@@ -193,15 +205,23 @@ fn impossible_values_are_errors_with_their_key() {
         ("model.context=99999999999", "model.context: 99999999999: a tensor of "),
         ("model.hidden=9999999999999999", "model.hidden: 9999999999999999: a tensor of "),
         ("train.batch=4000000000000000", "train.batch: 4000000000000000 samples of "),
-        ("cluster.devices_per_host=4294967297", "cluster.devices_per_host: no host has more than 4294967295 devices"),
+        (
+            "cluster.devices_per_host=4294967297",
+            "cluster.devices_per_host: no host has more than 4294967295 devices",
+        ),
     ] {
         let said = run.train(&["--dry-run", "--set", set]);
         assert!(refused(&said).starts_with(&format!("error: --set {set}: {key}")), "{}", said.stderr);
         assert!(said.stderr.contains("\nhint: "), "{}", said.stderr);
     }
-    let blocking = sets(&["pipeline.schedule=dualpipev", "model.layers=6", "train.microbatches=8", "train.batch=16"]);
+    let blocking =
+        sets(&["pipeline.schedule=dualpipev", "model.layers=6", "train.microbatches=8", "train.batch=16"]);
     let said = run.train(&[&blocking[..], &["--dry-run", "--set", "train.overlap=false"]].concat());
-    assert!(refused(&said).contains("the passes of dualpipev wait for each other in a cycle"), "{}", said.stderr);
+    assert!(
+        refused(&said).contains("the passes of dualpipev wait for each other in a cycle"),
+        "{}",
+        said.stderr
+    );
     let said = run.train(&[&blocking[..], &["--dry-run"]].concat());
     trained(&said);
 }
@@ -211,7 +231,12 @@ fn a_report_that_could_not_be_written_is_refused_before_training() {
     let run = Run::new();
     for flag in ["--html", "--svg"] {
         let said = run.train(&[flag, "no/such/file"]);
-        assert!(refused(&said).starts_with("error: cannot write no/such/file: there is no folder no/such\nhint: "), "{}", said.stderr);
+        assert!(
+            refused(&said)
+                .starts_with("error: cannot write no/such/file: there is no folder no/such\nhint: "),
+            "{}",
+            said.stderr
+        );
     }
     assert!(!run.scratch.path().join("runs").exists(), "nothing was run");
 }

@@ -13,6 +13,7 @@ use crossmesh_train::checkpoint::Store;
 use crossmesh_train::config::{Config, NonFinite};
 
 use crate::Answer;
+use crate::commands::checkpoint::find;
 use crate::commands::run::{CLUSTER_RATES, protection};
 use crate::files;
 use crate::input::read_text;
@@ -52,10 +53,10 @@ pub struct Args {
     /// Put a value over the config's, such as `train.steps=10` or `stage.0.mesh=dp 2`; may be given several times
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// Go on from the newest checkpoint of the run, or from this one
+    /// Go on from the newest checkpoint of the run, or from this one, or the newest of this folder
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     resume: Option<Option<PathBuf>>,
-    /// Start a run of its own with the weights of this checkpoint
+    /// Start a run of its own with the weights of this checkpoint, or of the newest of this folder
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     from: Option<PathBuf>,
     /// When a rank dies, start again from the newest checkpoint, up to so often
@@ -227,7 +228,7 @@ fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
     }
     let mut restarts = 0;
     let outcome = loop {
-        let training = with_board(&first, from.as_ref(), &board);
+        let training = with_board(&first, from.as_ref(), &board, writes.then_some(&html));
         match run_once(&training, &options) {
             Ok(measured) => break Ok(measured),
             Err(error) if restarts < args.restarts && can_restart(&error) => {
@@ -310,7 +311,7 @@ fn store(config: &Config) -> Store {
 fn starting_point(args: &Args, resume: &Resume, config: &Config) -> Result<Option<From>> {
     let store = store(config);
     match (resume, &args.from) {
-        (Some(Some(folder)), _) => From::open(folder, false).map(Some),
+        (Some(Some(folder)), _) => From::open(&find(folder)?, false).map(Some),
         (Some(None), _) => match From::newest(&store)? {
             Some(from) => Ok(Some(from)),
             None => bail!(
@@ -318,7 +319,7 @@ fn starting_point(args: &Args, resume: &Resume, config: &Config) -> Result<Optio
                 store.folder().display()
             ),
         },
-        (None, Some(folder)) => From::open(folder, true).map(Some),
+        (None, Some(folder)) => From::open(&find(folder)?, true).map(Some),
         (None, None) => Ok(None),
     }
 }
@@ -364,13 +365,27 @@ fn facts(training: &Training, joined: bool) -> Facts {
         steps: training.config.train.steps,
         batch: training.resolved.job.batch(),
         tokens: training.tokens(),
+        operations: training.resolved.operations() * training.resolved.job.batch() as f64,
+        operations_per_s: training.resolved.job.ranks().len() as f64 * training.config.operations_per_s(),
         every: training.config.log.every,
     }
 }
 
-fn with_board(first: &Training, from: Option<&From>, board: &Arc<Board>) -> Training {
-    let board = Arc::clone(board);
-    let mut training = Training { on_step: Arc::new(move |note| board.hear(note)), ..first.clone() };
+/// A training whose steps the board hears of; now and then it writes the report, for whoever wants to look while it trains.
+fn with_board(first: &Training, from: Option<&From>, board: &Arc<Board>, html: Option<&PathBuf>) -> Training {
+    let (board, shown, html) = (Arc::clone(board), first.clone(), html.cloned());
+    let on_step = move |note| {
+        board.hear(note);
+        let Some((path, seen)) = html.as_ref().and_then(|path| Some((path, board.seen_now_and_then()?)))
+        else {
+            return;
+        };
+        let page = timeline::report(&shown, &seen, board.facts.tokens.is_some());
+        if let Err(error) = output::write_file(path, &report::train::render(&page, report::provenance())) {
+            output::remark(&format!("warning: {error:#}"));
+        }
+    };
+    let mut training = Training { on_step: Arc::new(on_step), ..first.clone() };
     training.doc.resume = from.map(|from| from.folder.clone());
     training.doc.weights_only = from.is_some_and(|from| from.weights_only);
     training

@@ -431,10 +431,13 @@ pub mod tests {
         let metric = |step: u64| StepMetrics {
             step,
             loss: Some(2.0 + 3.0 / step as f64),
+            validation_loss: None,
             grad_norm: Some(1.0),
             learning_rate: 1e-3,
+            not_finite: None,
             samples_per_s: 100.0,
             tokens_per_s: Some(6400.0),
+            mfu: 0.25,
             step_s: 0.1,
             compute_s: 0.07,
             exposed_comm_s: 0.01,

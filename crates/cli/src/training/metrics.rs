@@ -19,6 +19,9 @@ pub struct StepMetrics {
     pub step: u64,
     /// Missing where it is not a number.
     pub loss: Option<f64>,
+    /// Over what is held out, behind this step; where it was looked at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation_loss: Option<f64>,
     pub grad_norm: Option<f64>,
     pub learning_rate: f64,
     /// What was not finite about it, such as `loss NaN`: the step changed no weight.
@@ -27,6 +30,9 @@ pub struct StepMetrics {
     pub samples_per_s: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens_per_s: Option<f64>,
+    /// Operations that the model needs, without what is computed again, over those that `cluster.flops` allows.
+    #[serde(default)]
+    pub mfu: f64,
     pub step_s: f64,
     pub compute_s: f64,
     pub exposed_comm_s: f64,
@@ -38,7 +44,7 @@ pub struct StepMetrics {
 }
 
 impl StepMetrics {
-    /// From what the ranks saw; `batch` samples of `tokens` each.
+    /// From what the ranks saw; `batch` samples of `tokens` each. What more is known of the step is for others to say.
     pub fn of(records: &BTreeMap<Rank, StepRecord>, batch: u64, tokens: Option<usize>) -> Option<Self> {
         let first = records.values().next()?;
         let mean =
@@ -49,11 +55,13 @@ impl StepMetrics {
         Some(Self {
             step: first.step + 1,
             loss: finite(first.loss),
+            validation_loss: None,
             grad_norm: finite(first.grad_norm),
             learning_rate: first.learning_rate,
             not_finite: first.skipped.then(|| not_finite(first)),
             samples_per_s,
             tokens_per_s: tokens.map(|tokens| samples_per_s * tokens as f64),
+            mfu: 0.0,
             step_s,
             compute_s: mean(&|r| r.times.compute),
             exposed_comm_s: mean(&|r| r.times.exposed),

@@ -10,6 +10,7 @@
 
 pub mod board;
 pub mod dry;
+mod events;
 pub mod metrics;
 pub mod note;
 pub mod overlap;
@@ -35,7 +36,7 @@ use crossmesh_train::data::images::{Images, ImagesSpec};
 use crossmesh_train::data::language::{Language, LanguageSpec};
 use crossmesh_train::data::text::{DocumentEnd, Encoder, Text};
 use crossmesh_train::data::tokens::{Source, Tokens, WindowSpec};
-use crossmesh_train::data::{self, DataError, DataSet, Kind};
+use crossmesh_train::data::{self, DataError, DataSet, Kind, Split};
 use crossmesh_train::job::JobError;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::ConfigError as ModelError;
@@ -90,7 +91,8 @@ impl Training {
             return Err(anyhow!("the schema is `{}`, not {SCHEMA}", doc.schema));
         }
         let config = Config::read(&format!("{}.toml", doc.name), &doc.config, &[])?;
-        let mut training = Self::open_as(config, doc.nic.as_deref(), doc.resume.clone(), doc.signal, on_step)?;
+        let mut training =
+            Self::open_as(config, doc.nic.as_deref(), doc.resume.clone(), doc.signal, on_step)?;
         training.doc.weights_only = doc.weights_only;
         Ok(training)
     }
@@ -123,6 +125,10 @@ impl Training {
             Precision::F64 => wire::<f64>(&resolved, &*data),
         };
         let wiring = wiring.map_err(|error| placed(&config, error))?;
+        if config.evaluate.every > 0 && data.num_samples(Split::Validation) == Some(0) {
+            let hint = "data.validation_share = 0.05 holds some out; evaluate.every = 0 does without";
+            return Err(config.error("evaluate.every", "nothing is held out to judge by", hint).into());
+        }
         let found = found(&config, &resolved);
         let doc = TrainDoc {
             schema: SCHEMA.into(),
@@ -147,6 +153,18 @@ impl Training {
             ModelKind::Gpt { config, .. } => Some(config.context),
             ModelKind::Unet(_) => None,
         }
+    }
+
+    /// Whether the run is judged behind so many steps.
+    pub fn is_evaluated_behind(&self, steps: u64) -> bool {
+        let every = self.config.evaluate.every;
+        every > 0 && (steps.is_multiple_of(every) || steps == self.config.train.steps)
+    }
+
+    /// Batches of a validation: as many as asked for, and no sample twice.
+    pub fn validation_batches(&self) -> u64 {
+        let all = self.data.num_samples(Split::Validation).unwrap_or(u64::MAX);
+        self.config.evaluate.batches.min(all / self.resolved.job.batch()).max(1)
     }
 
     /// The model, the ranks and the schedule, in a line.

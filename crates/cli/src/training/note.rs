@@ -17,6 +17,9 @@ pub struct StepNote {
     learning_rate: f64,
     #[serde(default)]
     skipped: bool,
+    /// Over what is held out, where it was looked at behind this step.
+    #[serde(default)]
+    pub validation_loss: Option<f64>,
     /// The whole step, compute, exposed, bubble, optimizer.
     times: [f64; 5],
     bytes_sent: u64,
@@ -43,6 +46,7 @@ impl StepNote {
             grad_norm: record.grad_norm,
             learning_rate: record.learning_rate,
             skipped: record.skipped,
+            validation_loss: None,
             times: [step, compute, exposed, bubble, optimizer],
             bytes_sent: record.bytes_sent,
             bytes_received: record.bytes_received,
@@ -84,7 +88,8 @@ mod finite {
     }
 
     pub fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-        let written = if value.is_finite() { Written::Number(*value) } else { Written::Text(value.to_string()) };
+        let written =
+            if value.is_finite() { Written::Number(*value) } else { Written::Text(value.to_string()) };
         written.serialize(serializer)
     }
 
@@ -119,7 +124,11 @@ mod tests {
         let heard: StepNote = serde_json::from_str(&line).unwrap();
         assert_eq!(heard.rank, Rank(2));
         let again = heard.record();
-        assert_eq!((again.grad_norm, again.skipped), (f64::INFINITY, true), "JSON has no word for it, and a text has");
+        assert_eq!(
+            (again.grad_norm, again.skipped),
+            (f64::INFINITY, true),
+            "JSON has no word for it, and a text has"
+        );
         assert_eq!(again.loss, record.loss, "to the last bit");
         assert_eq!((&again.passes, &again.peaks, again.times), (&record.passes, &record.peaks, record.times));
         assert!(StepNote::new(Rank(2), &record, false).record().passes.is_empty());

@@ -76,7 +76,11 @@ fn run<T: Scalar + Element>(
         let record = trainer.step()?;
         seconds += record.times.step;
         (sent, received) = (record.bytes_sent, record.bytes_received);
-        (training.on_step)(StepNote::new(rank, &record, record.step + 1 == steps));
+        let mut note = StepNote::new(rank, &record, record.step + 1 == steps);
+        if training.is_evaluated_behind(trainer.steps()) && !record.skipped {
+            note.validation_loss = Some(trainer.evaluate(training.validation_batches())?);
+        }
+        (training.on_step)(note);
         // All ranks have the same loss and norm, so all stop here, and none of it is saved.
         if record.skipped && training.config.train.nonfinite == NonFinite::Stop {
             break;

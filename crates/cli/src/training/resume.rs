@@ -88,7 +88,8 @@ impl From {
         let mut said = vec![];
         let mut layout_changed = false;
         for (key, value) in &now {
-            let Some((_, was)) = before.iter().find(|(other, _)| other == key).filter(|(_, was)| was != value)
+            let Some((_, was)) =
+                before.iter().find(|(other, _)| other == key).filter(|(_, was)| was != value)
             else {
                 continue;
             };
@@ -113,14 +114,19 @@ impl From {
 
     /// Refuses another model. Some of what makes one is in no tensor: epsilon, say.
     fn check_sizes(&self, saved: &serde_json::Value, wanted: &serde_json::Value) -> Result<()> {
-        for (key, is) in wanted.as_object().into_iter().flatten().filter(|(key, _)| *key != "dropout") {
-            let Some(was) = saved.get(key).filter(|was| *was != is) else { continue };
-            bail!(
-                "model.{key} is {is}, and {was} in {}: that is another model\nhint: --set model.{key}={was} takes the one that was saved",
-                self.folder.display()
-            );
+        let keys = wanted.as_object().into_iter().flatten().filter(|(key, _)| *key != "dropout");
+        let differ = keys.filter_map(|(key, is)| Some((key, is, saved.get(key).filter(|was| *was != is)?)));
+        let differ: Vec<_> = differ.collect();
+        if differ.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let said = differ.iter().map(|(key, is, was)| format!("model.{key} is {is} and not {was}"));
+        let sets: String = differ.iter().map(|(key, _, was)| format!(" --set model.{key}={was}")).collect();
+        bail!(
+            "{}: that is another model than the one in {}\nhint: take the one that was saved:{sets}",
+            said.collect::<Vec<_>>().join(", "),
+            self.folder.display()
+        )
     }
 
     /// Where the learning rate takes another way.
@@ -154,13 +160,16 @@ impl Meaning {
         let (section, name) = key.split_once('.').unwrap_or((key, ""));
         match (section, name) {
             ("model", "dropout") => Meaning::Learns("training drops another share from here on"),
-            ("data", "seed") => {
-                Meaning::Learns("samples come in another order: some of this epoch come twice, others not at all")
-            }
+            ("data", "seed") => Meaning::Learns(
+                "samples come in another order: some of this epoch come twice, others not at all",
+            ),
             ("data", _) => Meaning::Learns("other samples from here on"),
-            ("train", "batch") => Meaning::Learns("the run goes on at the sample where it stopped, with so many a step"),
+            ("train", "batch") => {
+                Meaning::Learns("the run goes on at the sample where it stopped, with so many a step")
+            }
             ("train", "seed") => Meaning::Learns("dropout draws other numbers; weights are the checkpoint's"),
-            ("train", "steps") | ("optimizer", "learning_rate" | "schedule" | "warmup" | "floor" | "decay") => Meaning::Rate,
+            ("train", "steps")
+            | ("optimizer", "learning_rate" | "schedule" | "warmup" | "floor" | "decay") => Meaning::Rate,
             ("optimizer", "zero" | "bucket") | ("train", "microbatches") => Meaning::Layout,
             ("optimizer", _) => Meaning::Learns("weights are updated by the new value from here on"),
             _ => Meaning::Nothing,

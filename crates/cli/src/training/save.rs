@@ -226,7 +226,8 @@ impl Saver {
         let (store, first) = (self.store.clone(), self.ranks.first() == Some(&self.rank));
         if let Some(pending) = &mut self.pending {
             let (facts, is_good) = (pending.facts.clone(), pending.is_good);
-            pending.committing = Some(if first { Some(commit(store, facts, reports, is_good)?) } else { None });
+            pending.committing =
+                Some(if first { Some(commit(store, facts, reports, is_good)?) } else { None });
         }
         Ok(true)
     }

@@ -14,11 +14,11 @@ use crate::kernels::Kernels;
 use crate::models;
 use crate::models::gpt::{Gpt, GptConfig};
 use crate::models::unet::Unet;
-use crate::stage::Role;
+use crate::stage::{Recompute, Role};
 
 use super::cut::{Balance, cut};
 use super::error::ConfigError;
-use super::typed::{ModelKind, Precision};
+use super::typed::ModelKind;
 use super::work::{UnitWork, unit_work};
 use super::{Config, value};
 
@@ -53,6 +53,12 @@ pub struct Resolved {
 }
 
 impl Resolved {
+    /// Operations that the model needs for a sample, forward and backward, whatever is computed again: two for every multiplication with a
+    /// weight, three times over, and those of attention, of which a causal one has half.
+    pub fn operations(&self) -> f64 {
+        self.work.iter().flat_map(|unit| unit.passes(Recompute::Nothing)).sum()
+    }
+
     /// Weights of the whole model; tied ones once.
     pub fn parameters(&self) -> u64 {
         let tied = match &self.model {
@@ -342,8 +348,7 @@ fn times(
     placement: &Placement,
     teams: &[Team],
 ) -> Vec<PassTimes> {
-    let half = if config.train.precision == Precision::F64 { 0.5 } else { 1.0 };
-    let rate = config.cluster.flops * config.train.threads as f64 * half;
+    let rate = config.operations_per_s();
     let stage_times = |(stage, units): (crossmesh_core::id::StageId, &Range<usize>)| {
         let team = &teams[placement.device(stage).index()];
         let tp = team.mesh.axes().iter().find(|a| a.name == "tp").map_or(1.0, |a| f64::from(a.len));

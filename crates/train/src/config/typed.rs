@@ -227,7 +227,23 @@ impl OptimizerSection {
         };
         let (peak, steps) = (number("learning_rate"), values.count("train.steps") as u64);
         let warmup_steps = values.count("optimizer.warmup") as u64;
-        let constant = values.text("optimizer.schedule") == "constant";
+        let shape = values.text("optimizer.schedule");
+        let constant = shape == "constant";
+        let decay = values.maybe_count("optimizer.decay").map(|n| n as u64);
+        if decay.is_some() && shape != "wsd" {
+            let hint = "leave it out, or take the schedule \"wsd\"";
+            return Err(values.error(
+                "optimizer.decay",
+                format!("the schedule \"{shape}\" has no decay of its own"),
+                hint,
+            ));
+        }
+        let decay_steps = (shape == "wsd").then(|| decay.unwrap_or((steps / 5).max(1)));
+        if let Some(decay) = decay_steps.filter(|decay| warmup_steps + decay > steps) {
+            let reason =
+                format!("{warmup_steps} steps of warm-up and {decay} of decay are more than {steps}");
+            return Err(values.error("optimizer.decay", reason, "use fewer, or train for more steps"));
+        }
         let floor = values.maybe_number("optimizer.floor");
         if warmup_steps > steps {
             let reason = format!("the rate would still rise after {steps} steps");
@@ -244,7 +260,7 @@ impl OptimizerSection {
         Ok(Self {
             update: Update {
                 optimizer,
-                rate: Rate { peak, warmup_steps, total_steps, floor },
+                rate: Rate { peak, warmup_steps, total_steps, floor, decay_steps },
                 clip: (clip > 0.0).then_some(clip),
                 zero: values.count("optimizer.zero") == 1,
                 bucket_bytes: checked(values, "optimizer.bucket", parse_bytes)?,
@@ -371,6 +387,21 @@ impl ClusterSection {
             latency_s: checked(values, "cluster.latency", parse_seconds)?,
             flops,
         })
+    }
+}
+
+/// Validation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Evaluate {
+    /// Steps; 0: never.
+    pub every: u64,
+    pub batches: u64,
+}
+
+impl Evaluate {
+    pub(super) fn of(values: &Values) -> Self {
+        let count = |name: &str| values.count(&format!("evaluate.{name}")) as u64;
+        Self { every: count("every"), batches: count("batches") }
     }
 }
 

@@ -387,7 +387,7 @@ impl<T: Scalar + Element> Passes<T> {
     }
 
     /// One loss and one norm for all ranks.
-    fn agree(&mut self) -> Result<(), PassFailure> {
+    pub(super) fn agree(&mut self) -> Result<(), PassFailure> {
         let mut sums = [0.0; 2];
         let is_first = self.update.place.tp().rank == 0;
         sums[0] = if is_first { self.loss } else { 0.0 };

@@ -211,8 +211,13 @@ fn what_is_no_gpt2_is_refused_by_name() {
     refused(&good, Some(r#"{"activation_function": "relu"}"#), "activation_function is \"relu\"");
     refused(&good, Some("{"), "config.json: it is no JSON");
     // The last layers are missing, which only the config tells.
-    let short = good.iter().filter(|t| !t.0.starts_with("h.1.")).map(|(n, t)| (n.clone(), t.clone())).collect();
-    refused(&short, Some(r#"{"n_layer": 2}"#), "its tensors have n_layer 1, and the config.json beside it says 2");
+    let short =
+        good.iter().filter(|t| !t.0.starts_with("h.1.")).map(|(n, t)| (n.clone(), t.clone())).collect();
+    refused(
+        &short,
+        Some(r#"{"n_layer": 2}"#),
+        "its tensors have n_layer 1, and the config.json beside it says 2",
+    );
     refused(&good, Some(r#"{"n_embd": 24}"#), "n_embd 20, and the config.json beside it says 24");
     refused(&good, Some(r#"{"vocab_size": 14}"#), "vocab_size 13, and the config.json");
     let mut other = good.clone();

@@ -71,9 +71,8 @@ pub fn summary(
     (metrics, report): (PathBuf, PathBuf),
 ) -> Summary {
     let own: Vec<_> = seen.metrics.iter().filter(|m| m.step > resumed_at).collect();
-    let mean = |of: &dyn Fn(&StepMetrics) -> f64| {
-        own.iter().map(|m| of(m)).sum::<f64>() / own.len().max(1) as f64
-    };
+    let mean =
+        |of: &dyn Fn(&StepMetrics) -> f64| own.iter().map(|m| of(m)).sum::<f64>() / own.len().max(1) as f64;
     let step_s = mean(&|m| m.step_s);
     let share = |seconds: f64| if step_s > 0.0 { seconds / step_s } else { 0.0 };
     Summary {

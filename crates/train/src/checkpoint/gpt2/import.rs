@@ -130,7 +130,13 @@ impl Foreign {
         let layers = (0..).take_while(|l| self.entry(&format!("h.{l}.ln_1.weight")).is_some()).count();
         let number = |key: &str| self.config.get(key).and_then(Value::as_f64);
         let hidden = dims("h.0.mlp.c_fc.weight")?.1;
-        let sizes = [("vocab_size", vocab), ("n_positions", context), ("n_embd", width), ("n_layer", layers), ("n_inner", hidden)];
+        let sizes = [
+            ("vocab_size", vocab),
+            ("n_positions", context),
+            ("n_embd", width),
+            ("n_layer", layers),
+            ("n_inner", hidden),
+        ];
         for (key, found) in sizes {
             // `n_inner` is null where it is four times the width.
             if let Some(said) = number(key).filter(|said| *said != found as f64) {
@@ -165,7 +171,9 @@ impl Foreign {
         for key in self.header.entries.keys() {
             let name = key.strip_prefix(PREFIX).unwrap_or(key);
             if name != key && self.header.entries.contains_key(name) {
-                return Err(self.wrong(format!("`{key}` and `{name}` are two tensors of one name\nhint: keep one of them")));
+                return Err(self.wrong(format!(
+                    "`{key}` and `{name}` are two tensors of one name\nhint: keep one of them"
+                )));
             }
             // Masks that older files carry along; a head that is the table of tokens again.
             let of_no_use = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");

@@ -128,7 +128,13 @@ fn packing_that_fails_leaves_the_old_file() {
     assert!(matches!(again, Err(DataError::NotUtf8 { offset: 0, .. })), "{again:?}");
     assert_eq!(read_all(&path).unwrap(), ids);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3, "in0, out.tokens, bad");
-    let error = pack(&[folder.path().join("in0")], &Encoder::bytes(&Default::default()).unwrap(), folder.path(), 1, &mut |_| {});
+    let error = pack(
+        &[folder.path().join("in0")],
+        &Encoder::bytes(&Default::default()).unwrap(),
+        folder.path(),
+        1,
+        &mut |_| {},
+    );
     assert!(error.unwrap_err().to_string().contains("cannot write"));
 }
 

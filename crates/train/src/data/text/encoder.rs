@@ -110,6 +110,29 @@ impl Encoder {
         matches!(self.kind, Kind::Bytes)
     }
 
+    /// The ids of a text that is no document: nothing ends it.
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        self.encode(&Piece { file: "the prompt".into(), offset: 0, text: text.to_string(), last: false })
+    }
+
+    /// The text of ids, without what ends documents. Bytes that are no character yet are shown as such.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
+        let said: Vec<u32> = ids.iter().copied().filter(|id| Some(*id) != self.end).collect();
+        match &self.kind {
+            Kind::Bytes => {
+                let bytes: Vec<u8> = said.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            #[cfg(feature = "tokenizers")]
+            Kind::Tokenizer(tokenizer) => {
+                tokenizer.decode(&said, false).map_err(|error| DataError::Tokenizer {
+                    file: "the tokenizer".into(),
+                    reason: format!("it cannot put ids together: {error}"),
+                })
+            }
+        }
+    }
+
     pub(super) fn encode(&self, piece: &Piece) -> Result<Vec<u32>, DataError> {
         match &self.kind {
             Kind::Bytes => Ok(piece.text.bytes().map(u32::from).collect()),
