@@ -39,6 +39,19 @@ fn packed<'a>(path: &Path, text: &'a str) -> Result<Cow<'a, [u8]>> {
     }
 }
 
+/// Refuses a file whose folder is not there, before any work goes into what it would hold.
+pub fn check_folder_of(path: &Path) -> Result<()> {
+    match path.parent().filter(|parent| !parent.as_os_str().is_empty() && !parent.is_dir()) {
+        Some(parent) => bail!(
+            "cannot write {}: there is no folder {}\nhint: make it (`mkdir -p {}`), or write elsewhere",
+            path.display(),
+            parent.display(),
+            parent.display()
+        ),
+        None => Ok(()),
+    }
+}
+
 /// A file's bytes, unpacked where they were packed, whatever its name is.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;

@@ -89,6 +89,7 @@ enum Command {
     Data(commands::data::Args),
     Run(commands::run::Args),
     Train(commands::train::Args),
+    Generate(commands::generate::Args),
     Launch(commands::launch::Args),
     Checkpoint(commands::checkpoint::Args),
     #[command(hide = true)]
@@ -146,6 +147,7 @@ pub fn main_with(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Data(args) => commands::data::run(&args),
         Command::Run(args) => commands::run::run(args),
         Command::Train(args) => commands::train::run(&args),
+        Command::Generate(args) => commands::generate::run(&args),
         Command::Rank(args) => commands::rank::run(&args),
         Command::Launch(args) => commands::launch::run(&args),
         Command::Checkpoint(args) => commands::checkpoint::run(&args),

@@ -226,7 +226,7 @@ impl<'a> Task<'a> {
     /// How long ranks may take to come to a good end when they are asked to; none where they have none.
     pub fn time_to_finish(&self) -> Option<Duration> {
         match self {
-            Task::Train { training } => (training.config.saving.every > 0).then_some(TIME_TO_SAVE),
+            Task::Train { training } => training.config.saving.is_on().then_some(TIME_TO_SAVE),
             _ => None,
         }
     }

@@ -1,57 +1,19 @@
 //! `crossmesh train`, from the config to the report: what it says, what it writes, what it refuses, and what it survives.
 
 mod common;
+mod tiny;
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use common::{Said, Scratch, binary, said};
+use common::{binary, said};
 use crossmesh_testkit::machine::{descendants, needs_root};
 use serde_json::Value;
+use tiny::{Run, TINY, trained};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-/// Two stages on three ranks, small enough for a test.
-const TINY: &str = "[model]\ncontext = 8\nwidth = 16\nlayers = 2\nheads = 2\n[data]\nvocab = 8\ngroups = 1\nbranching = 2\n\
-    [train]\nsteps = 12\nbatch = 8\nmicrobatches = 4\ndtype = \"f64\"\n[optimizer]\nlearning_rate = 1e-2\n\
-    [pipeline]\nschedule = \"eager-1f1b\"\n[[stage]]\nmesh = \"dp 2\"\n[[stage]]\nmesh = \"1\"\n";
-
-struct Run {
-    scratch: Scratch,
-}
-
-impl Run {
-    fn new() -> Self {
-        let scratch = Scratch::new();
-        scratch.file("tiny.toml", TINY);
-        Self { scratch }
-    }
-
-    fn command(&self, args: &[&str]) -> Command {
-        let mut command = binary();
-        command.current_dir(self.scratch.path()).args(["train", "tiny.toml"]).args(args);
-        command
-    }
-
-    fn train(&self, args: &[&str]) -> Said {
-        said(&mut self.command(args))
-    }
-
-    fn metrics(&self) -> Vec<Value> {
-        let text = std::fs::read_to_string(self.scratch.path().join("runs/tiny/metrics.jsonl")).unwrap();
-        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-    }
-
-    fn losses(&self) -> Vec<f64> {
-        self.metrics().iter().map(|m| m["loss"].as_f64().unwrap()).collect()
-    }
-}
-
-fn trained(said: &Said) {
-    assert_eq!(said.code, 0, "{}{}", said.stdout, said.stderr);
 }
 
 #[test]

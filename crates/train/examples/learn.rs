@@ -153,7 +153,7 @@ fn train(args: &Args, model: &dyn Model<Cpu<f32>>, data: &dyn DataSet, rate: f64
     println!("{}\n{} parameters, reachable loss {reachable:.4}", data.describe(), trainer.params.len());
     let peak = args.number("--rate", rate);
     let warmup_steps = args.count("--warmup", 20) as u64;
-    let schedule = Schedule { peak, warmup_steps, total_steps: steps, floor: 0.05 * peak };
+    let schedule = Schedule { peak, warmup_steps, total_steps: steps, floor: 0.05 * peak, decay_steps: None };
     let start = Instant::now();
     let mut first = f64::NAN;
     for step in 0..steps {

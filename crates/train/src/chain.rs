@@ -217,6 +217,16 @@ impl Outline {
     }
 }
 
+/// The parameters of a whole model, as one rank would hold them; tied ones once.
+pub fn parameters<K: Kernels>(model: &dyn Model<K>) -> Vec<Parameter> {
+    let setup = Setup::alone(1, 0);
+    let mut parameters = Parameters::new::<K::Real>(&setup.place);
+    for unit in 0..model.num_units() {
+        let _ = model.unit(unit, &setup, &mut parameters);
+    }
+    parameters.into_list()
+}
+
 /// The units of a stage, and what follows from them.
 struct Parts<K: Kernels> {
     units: Vec<Box<dyn Unit<K>>>,

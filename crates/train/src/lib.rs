@@ -9,6 +9,7 @@
 //! config      from TOML to a job
 //! data        samples that have numbers: text, token files, made-up languages and images
 //! optim       AdamW, SGD, clipping, schedules, on flat shards
+//! generate    a GPT of a checkpoint, token by token
 //! checkpoint  what a training run has learnt, on disk: every element once, loaded on any layout
 //! job         which stage runs on which mesh, in which order
 //! wiring      a job as a step: a reshard plan on every edge
@@ -21,6 +22,7 @@ pub mod chain;
 pub mod checkpoint;
 pub mod config;
 pub mod data;
+pub mod generate;
 pub mod group;
 pub mod job;
 pub mod kernels;

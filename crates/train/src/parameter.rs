@@ -124,11 +124,13 @@ pub struct Parameters<'a> {
     pub place: &'a StageRank,
     dtype: crossmesh_core::dtype::DType,
     list: Vec<Parameter>,
+    /// Where they are in it: a model of thousands of layers has many.
+    by_name: std::collections::BTreeMap<String, usize>,
 }
 
 impl<'a> Parameters<'a> {
     pub fn new<T: Scalar>(place: &'a StageRank) -> Self {
-        Self { place, dtype: T::DTYPE, list: Vec::new() }
+        Self { place, dtype: T::DTYPE, list: Vec::new(), by_name: Default::default() }
     }
 
     /// A new weight behind the others; or the one of this name, if there is one already.
@@ -136,7 +138,7 @@ impl<'a> Parameters<'a> {
         let Declaration { name, shape, split, init, decay, partial_over_tp } = declaration;
         let layout = self.place.weight_layout(self.dtype, shape, split);
         let dims = shard_dims(&layout, self.place.coord());
-        if let Some(known) = self.list.iter().find(|p| p.name == name) {
+        if let Some(known) = self.by_name.get(&name).map(|at| &self.list[*at]) {
             assert_eq!(known.layout, layout, "{name} is declared twice, with different layouts");
             return Weight { start: known.range.start, dims };
         }
@@ -144,6 +146,7 @@ impl<'a> Parameters<'a> {
         let weight = Weight { start, dims };
         let grad = self.place.grad_layout(&layout, partial_over_tp);
         let range = start..start + weight.len();
+        self.by_name.insert(name.clone(), self.list.len());
         self.list.push(Parameter { name, layout, grad, range, init, decay });
         weight
     }

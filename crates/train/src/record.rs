@@ -10,6 +10,8 @@ pub struct StepRecord {
     /// Of all gradients together, before clipping.
     pub grad_norm: f64,
     pub learning_rate: f64,
+    /// Whether its loss or norm was not finite: then no weight was changed.
+    pub skipped: bool,
     pub times: StepTimes,
     pub bytes_sent: u64,
     pub bytes_received: u64,

@@ -197,7 +197,7 @@ fn learns_a_periodic_text() {
         Whole::Ids((0..samples).flat_map(sample).collect())
     };
     let mut losses = Vec::new();
-    let schedule = Schedule { peak: 0.01, warmup_steps: 5, total_steps: 60, floor: 0.001 };
+    let schedule = Schedule { peak: 0.01, warmup_steps: 5, total_steps: 60, floor: 0.001, decay_steps: None };
     let cpu = Cpu::new(1);
     let all = 0..single.params.len();
     let parameters = single.chain.parameters().to_vec();

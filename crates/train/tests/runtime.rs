@@ -4,6 +4,7 @@ mod common;
 mod grid;
 
 use crossmesh_core::schedule::Backward;
+use crossmesh_train::data::Split;
 use crossmesh_train::models::gpt::GptConfig;
 use crossmesh_train::models::unet::UnetConfig;
 use crossmesh_train::stage::Recompute;
@@ -18,7 +19,7 @@ fn one_rank_equals_the_slow_runtime() {
     let model = crossmesh_train::models::gpt::Gpt::new(config.clone()).unwrap();
     let column = |port: &str, m: u64| {
         let samples = m * case.samples as u64..(m + 1) * case.samples as u64;
-        match case.feed().read(port, samples).unwrap() {
+        match case.feed().read(port, samples, Split::Training).unwrap() {
             crossmesh_train::runtime::Column::Ids(ids) => (port.to_string(), common::Whole::Ids(ids)),
             crossmesh_train::runtime::Column::Real(x) => (port.to_string(), common::Whole::Real(x)),
         }
@@ -60,6 +61,50 @@ fn every_schedule() {
     for schedule in schedules {
         compare(&Case { kind: kind.clone(), ..Case::gpt(schedule, &PAIR) });
         compare(&Case { kind: kind.clone(), ..Case::gpt(schedule, &["A{tp:2}", "B{dp:2}"]) });
+    }
+}
+
+/// A vocabulary that does not divide puts what all ranks along `tp` hold at other places of their buffers: still they hold the same bits,
+/// which `run` checks.
+#[test]
+fn replicas_are_bit_equal_wherever_they_lie() {
+    for (mesh, zero) in [("A{dp:4,tp:2}", false), ("A{dp:4,tp:2}", true), ("A{dp:3,tp:2}", false)] {
+        let kind = Kind::Gpt(GptConfig { tied: true, ..GptConfig::new(257, 8, 32, 2, 4) });
+        let case = Case { kind, zero, bucket_bytes: 1 << 14, ..Case::gpt("gpipe", &[mesh]) };
+        run::<f32>(&case, adamw(), 4);
+    }
+}
+
+/// Validation only looks: it is the same on every layout, and the steps around it are as if it had not been.
+#[test]
+fn validation_is_the_same_on_every_layout_and_changes_nothing() {
+    let looked = |case: &Case| {
+        let (model, job) = (case.kind.model::<f64>(), case.job::<f64>(adamw()));
+        let ranks = crossmesh_train::runtime::in_threads::<f64, _>(&*model, &job, &case.feed(), |trainer| {
+            let first = trainer.step()?.loss;
+            let (held_out, again) = (trainer.evaluate(3)?, trainer.evaluate(3)?);
+            assert_eq!((held_out, trainer.steps()), (again, 1));
+            Ok([first, held_out, trainer.step()?.loss])
+        });
+        let ranks = ranks.unwrap_or_else(|error| panic!("{case:?}: {error}"));
+        assert!(ranks.iter().all(|rank| *rank == ranks[0]), "{case:?}: {ranks:?}");
+        ranks[0]
+    };
+    let kind = Kind::Gpt(GptConfig { layers: 6, ..gpt_config(true, 0.1) });
+    let cases = [
+        ("1f1b", &UNEQUAL[..]),
+        ("zbv", &["A{tp:2}", "B{dp:2}"]),
+        ("interleaved-1f1b", &["A{dp:2}", "B{tp:3}"]),
+        ("bpipe", &["A{tp:2}", "B{dp:1}", "C{dp:2}", "D{dp:1}"]),
+    ];
+    let alone = looked(&Case { kind: kind.clone(), ..Case::gpt("gpipe", &["S{dp:1}"]) });
+    let steps = run::<f64>(&Case { kind: kind.clone(), ..Case::gpt("gpipe", &["S{dp:1}"]) }, adamw(), 2);
+    assert_eq!([alone[0], alone[2]], [0, 1].map(|i| steps.records[0][i].loss), "as if nobody had looked");
+    for (schedule, meshes) in cases {
+        let case = Case { kind: kind.clone(), ..Case::gpt(schedule, meshes) };
+        for (got, wanted) in looked(&case).iter().zip(alone) {
+            assert!((got - wanted).abs() <= 1e-10 * wanted, "{case:?}: {got} for {wanted}");
+        }
     }
 }
 

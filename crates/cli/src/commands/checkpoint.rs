@@ -87,13 +87,14 @@ fn store(folder: &Path) -> Store {
     Store::new(folder, NonZeroUsize::MAX)
 }
 
-/// The checkpoint that a path means: itself, or the newest complete one in it.
-fn find(path: &Path) -> Result<PathBuf> {
+/// The checkpoint that a path means: itself, or the newest complete one in it, where it may also be the folder of a run.
+pub fn find(path: &Path) -> Result<PathBuf> {
     if path.join(crossmesh_train::checkpoint::MANIFEST).exists() {
         return Ok(path.to_path_buf());
     }
     std::fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
-    match store(path).latest()? {
+    let of_run = || store(&path.join("checkpoints")).latest();
+    match store(path).latest()?.map_or_else(of_run, |found| Ok(Some(found)))? {
         Some(found) => Ok(found),
         None => bail!(
             "{}: there is no complete checkpoint here\nhint: a checkpoint is a folder with a manifest.json",

@@ -119,9 +119,10 @@ struct Described {
 }
 
 fn pack(args: &PackArgs) -> Result<Answer> {
+    let end = args.end_of_document.clone().unwrap_or_default();
     let encoder = match &args.tokenizer {
-        Some(path) => Encoder::tokenizer(path, &args.end_of_document.clone().unwrap_or_default())?,
-        None => Encoder::bytes(),
+        Some(path) => Encoder::tokenizer(path, &end)?,
+        None => Encoder::bytes(&end)?,
     };
     let cores = || std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let threads = args.threads.map_or_else(cores, usize::from);

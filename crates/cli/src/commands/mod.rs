@@ -6,6 +6,7 @@ pub mod completions;
 pub mod data;
 pub mod diff;
 pub mod explain;
+pub mod generate;
 pub mod launch;
 pub mod plan;
 pub mod rank;

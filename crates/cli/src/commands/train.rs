@@ -1,18 +1,19 @@
 //! `crossmesh train`: trains a model across meshes of ranks, as a config says.
 
+mod summary;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use crossmesh_comm::protect::Protect;
-use crossmesh_core::id::Rank;
-use crossmesh_core::units::{Bytes, Seconds, parse_seconds};
-use crossmesh_train::checkpoint::{Checkpoint, Store};
-use crossmesh_train::config::Config;
-use serde::Serialize;
+use crossmesh_core::units::parse_seconds;
+use crossmesh_train::checkpoint::Store;
+use crossmesh_train::config::{Config, NonFinite};
 
 use crate::Answer;
+use crate::commands::checkpoint::find;
 use crate::commands::run::{CLUSTER_RATES, protection};
 use crate::files;
 use crate::input::read_text;
@@ -21,10 +22,11 @@ use crate::output::{self, Format, Progress};
 use crate::report;
 use crate::runner::{Measured, RunFailed, RunOptions, Work, run_work};
 use crate::task::Task;
-use crate::training::board::{Board, Facts, Seen, loss_text, speed_text};
+use crate::training::board::{Board, Facts, Seen};
 use crate::training::dry::{self, DryRun};
-use crate::training::steps::StepSpread;
+use crate::training::resume::{From, lies_in};
 use crate::training::{Training, timeline};
+use summary::{memory, render, summary};
 
 /// A rank may compute for a while before anything moves. One that dies is noticed at once, by other means.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -51,9 +53,12 @@ pub struct Args {
     /// Put a value over the config's, such as `train.steps=10` or `stage.0.mesh=dp 2`; may be given several times
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// Go on from the newest checkpoint of the run, or from this one
+    /// Go on from the newest checkpoint of the run, or from this one, or the newest of this folder
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     resume: Option<Option<PathBuf>>,
+    /// Start a run of its own with the weights of this checkpoint, or of the newest of this folder
+    #[arg(long, value_name = "DIR", conflicts_with = "resume")]
+    from: Option<PathBuf>,
     /// When a rank dies, start again from the newest checkpoint, up to so often
     #[arg(long, value_name = "N", default_value_t = 0)]
     restarts: u32,
@@ -119,6 +124,17 @@ impl Args {
         }
     }
 
+    /// The command that goes on with the run.
+    fn to_go_on(&self) -> String {
+        let quoted = |set: &String| match set.contains([' ', '"', '\'', '$', '*', '[']) {
+            true => format!(" --set '{}'", set.replace('\'', "'\\''")),
+            false => format!(" --set {set}"),
+        };
+        let config = self.config.as_deref().or(self.resume.as_ref().and_then(|r| r.as_deref()));
+        let sets: String = self.sets.iter().map(quoted).collect();
+        format!("crossmesh train {}{sets} --resume", config.unwrap_or(Path::new("CONFIG")).display())
+    }
+
     fn nic(&self) -> Option<&str> {
         self.emulate.as_deref().filter(|rate| *rate != CLUSTER_RATES)
     }
@@ -142,46 +158,6 @@ impl Args {
             spare_ranks: false,
         })
     }
-}
-
-/// What came of it, as JSON.
-#[derive(Debug, Serialize)]
-struct Summary {
-    schema: &'static str,
-    name: String,
-    ranks: usize,
-    /// Done, in this run and those it went on from.
-    steps: u64,
-    /// From which step this run went on.
-    resumed_at: u64,
-    restarts: u32,
-    first_loss: Option<f64>,
-    last_loss: Option<f64>,
-    /// The mean of the last ten.
-    loss: Option<f64>,
-    reachable_loss: Option<f64>,
-    seconds: f64,
-    /// The mean.
-    step_s: f64,
-    steps_s: Option<StepSpread>,
-    samples_per_s: f64,
-    tokens_per_s: Option<f64>,
-    compute: f64,
-    exposed_comm: f64,
-    bubble: f64,
-    optimizer: f64,
-    /// Of every rank whose process the system tells about.
-    memory: Vec<Memory>,
-    metrics: PathBuf,
-    report: PathBuf,
-}
-
-/// The most memory of a rank's process, and the weights, gradients, moments, activations and crossings it was predicted to hold.
-#[derive(Debug, Serialize)]
-struct Memory {
-    rank: u32,
-    peak_rss_bytes: u64,
-    predicted_bytes: u64,
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
@@ -208,20 +184,6 @@ fn look(args: &Args, training: &Training) -> Result<Answer> {
     Ok(Answer::Yes)
 }
 
-/// A checkpoint to go on from.
-struct From {
-    folder: PathBuf,
-    step: u64,
-}
-
-impl From {
-    fn open(checkpoint: &Checkpoint) -> Self {
-        // An imported model has weights and no past.
-        let step = checkpoint.facts().optimizer.as_ref().map_or(0, |_| checkpoint.facts().step);
-        Self { folder: checkpoint.folder().to_path_buf(), step }
-    }
-}
-
 fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
     let options = args.options()?;
     let me = joined::rank_of_job(args.standalone)?;
@@ -230,8 +192,15 @@ fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
             "this process is a rank of somebody else's job, and cannot start it again\nhint: let the launcher restart it (torchrun --max-restarts), and say --resume"
         );
     }
+    let writes = me.is_none_or(|rank| rank.0 == 0);
     let folder = PathBuf::from(&config.log.folder);
-    let mut from = starting_point(resume, &config)?;
+    let html = args.html.clone().unwrap_or_else(|| folder.join("report.html"));
+    if writes {
+        for path in [&args.html, &args.svg].into_iter().flatten() {
+            files::check_folder_of(path)?;
+        }
+    }
+    let mut from = starting_point(args, resume, &config)?;
     if let Some(from) = from.as_ref().filter(|from| from.step >= config.train.steps) {
         bail!(
             "{} is at step {}, and train.steps is {}\nhint: ask for more steps: --set train.steps={}",
@@ -241,22 +210,25 @@ fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
             from.step + 100
         );
     }
-    let first =
-        Training::open(config, args.nic(), from.as_ref().map(|f| f.folder.clone()), Arc::new(|_| {}))?;
+    let first = Training::open(config, args.nic(), None, Arc::new(|_| {}))?;
+    let changes = from.as_ref().map(|from| from.check(&first)).transpose()?.unwrap_or_default();
     let board = Arc::new(Board::new(facts(&first, me.is_some())));
-    let writes = me.is_none_or(|rank| rank.0 == 0);
     let metrics = folder.join("metrics.jsonl");
     let resumed_at = from.as_ref().map_or(0, |f| f.step);
     // Held until the run is over.
     let _lock = if writes { Some(files::lock_folder(&folder)?) } else { None };
     if writes {
+        refuse_to_overwrite(from.as_ref(), &first.config, &metrics)?;
         files::write(&folder.join("config.toml"), &first.doc.config)?;
         board.open(&metrics, resumed_at)?;
         output::remark(&format!("{}\n{}", first.about(), first.data.describe()));
+        if let Some(from) = &from {
+            output::remark(&where_it_goes_on(from, &changes));
+        }
     }
     let mut restarts = 0;
     let outcome = loop {
-        let training = with_board(&first, from.as_ref().map(|f| f.folder.clone()), &board);
+        let training = with_board(&first, from.as_ref(), &board, writes.then_some(&html));
         match run_once(&training, &options) {
             Ok(measured) => break Ok(measured),
             Err(error) if restarts < args.restarts && can_restart(&error) => {
@@ -274,7 +246,6 @@ fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
         }
     };
     let seen = board.close()?;
-    let html = args.html.clone().unwrap_or_else(|| folder.join("report.html"));
     if writes && !seen.metrics.is_empty() {
         let page = timeline::report(&first, &seen, board.facts.tokens.is_some());
         output::write_file(&html, &report::train::render(&page, report::provenance()))?;
@@ -286,13 +257,49 @@ fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
     if !writes {
         return Ok(Answer::Yes);
     }
+    stopped(args, &first, &seen)?;
     let mut summary = summary(&first, &seen, resumed_at, restarts, (metrics, html));
     summary.memory = memory(&first, &measured)?;
     match args.format() {
         Format::Text => output::print(&render(&summary, &board.facts))?,
         Format::Json => output::print_json(&summary)?,
     }
-    Ok(if summary.last_loss.is_some() { Answer::Yes } else { Answer::No })
+    if summary.steps < first.config.train.steps {
+        output::remark(&format!(
+            "it was asked to end, and saved step {}\nto go on: {}",
+            summary.steps,
+            args.to_go_on()
+        ));
+    }
+    Ok(if summary.loss.is_some() { Answer::Yes } else { Answer::No })
+}
+
+/// An error where the last step was not finite and the run stopped for it.
+fn stopped(args: &Args, training: &Training, seen: &Seen) -> Result<()> {
+    let Some(last) = seen.metrics.last() else { return Ok(()) };
+    let (Some(what), NonFinite::Stop) = (&last.not_finite, training.config.train.nonfinite) else {
+        return Ok(());
+    };
+    let saved = match store(&training.config).steps()?.last() {
+        Some(step) => format!("the last checkpoint is of step {step}: {}", args.to_go_on()),
+        None => "no checkpoint was saved before; checkpoint.every saves some".into(),
+    };
+    bail!(
+        "step {} has a {what} (learning rate {:e}): training stopped, and the step changed nothing\nhint: take a lower optimizer.learning_rate or optimizer.clip, or leave such steps out: --set train.nonfinite=skip\nhint: {saved}",
+        last.step,
+        last.learning_rate
+    )
+}
+
+/// What a run goes on from, for people.
+fn where_it_goes_on(from: &From, changes: &[String]) -> String {
+    let folder = from.folder.display();
+    let what = match from.weights_only {
+        true => format!("it starts with the weights of {folder}"),
+        false => format!("it goes on behind step {} of {folder}, at sample {}", from.step, from.samples),
+    };
+    let lines = changes.iter().map(|change| format!("\n  {change}")).collect::<String>();
+    what + &lines
 }
 
 fn store(config: &Config) -> Store {
@@ -300,40 +307,48 @@ fn store(config: &Config) -> Store {
     Store::new(&config.saving.folder, keep)
 }
 
-/// The checkpoint that was asked for. A new run does not mix its checkpoints with an old one's.
-fn starting_point(resume: &Resume, config: &Config) -> Result<Option<From>> {
+/// The checkpoint that was asked for.
+fn starting_point(args: &Args, resume: &Resume, config: &Config) -> Result<Option<From>> {
     let store = store(config);
-    match resume {
-        Some(Some(folder)) => Ok(Some(From::open(&Checkpoint::open(folder)?))),
-        Some(None) => match newest(&store)? {
+    match (resume, &args.from) {
+        (Some(Some(folder)), _) => From::open(&find(folder)?, false).map(Some),
+        (Some(None), _) => match From::newest(&store)? {
             Some(from) => Ok(Some(from)),
             None => bail!(
                 "there is no checkpoint to go on from in {}\nhint: leave --resume out, or name one: --resume DIR",
                 store.folder().display()
             ),
         },
-        None => match store.steps()?.last() {
-            None => Ok(None),
-            Some(step) => bail!(
-                "{} has checkpoints of an earlier run, up to step {step}\nhint: --resume goes on from there; or delete them, or take another folder: --set log.folder=runs/another",
-                store.folder().display()
-            ),
-        },
+        (None, Some(folder)) => From::open(&find(folder)?, true).map(Some),
+        (None, None) => Ok(None),
     }
 }
 
-/// The newest checkpoint that is whole; what is wrong with newer ones is said.
-fn newest(store: &Store) -> Result<Option<From>> {
-    let (found, faults) = store.latest_loadable()?;
-    for fault in faults {
-        output::remark(&format!("{} is passed over: {}", fault.path.display(), fault.error));
+/// A run never writes over another one: only who goes on from a run's own checkpoint writes into its folder.
+fn refuse_to_overwrite(from: Option<&From>, config: &Config, metrics: &Path) -> Result<()> {
+    let store = store(config);
+    if from.is_some_and(|from| !from.weights_only && lies_in(&from.folder, store.folder())) {
+        return Ok(());
     }
-    Ok(found.as_ref().map(From::open))
+    let elsewhere = "take another folder: --set log.folder=runs/another";
+    if let Some(step) = store.steps()?.last() {
+        bail!(
+            "{} has checkpoints of an earlier run, up to step {step}\nhint: --resume goes on from there; or {elsewhere}",
+            store.folder().display()
+        );
+    }
+    if std::fs::metadata(metrics).is_ok_and(|found| found.len() > 0) {
+        bail!(
+            "{} has an earlier run, which saved no checkpoint to --resume from\nhint: {elsewhere}; or delete it",
+            config.log.folder
+        );
+    }
+    Ok(())
 }
 
 /// Where to start again: from what this run saved, or from where it began.
 fn restart_from(training: &Training, from: Option<From>, resumed_at: u64) -> Result<Option<From>> {
-    let newer = newest(&store(&training.config))?.filter(|newer| newer.step >= resumed_at);
+    let newer = From::newest(&store(&training.config))?.filter(|newer| newer.step >= resumed_at);
     Ok(newer.or(from))
 }
 
@@ -350,14 +365,29 @@ fn facts(training: &Training, joined: bool) -> Facts {
         steps: training.config.train.steps,
         batch: training.resolved.job.batch(),
         tokens: training.tokens(),
+        operations: training.resolved.operations() * training.resolved.job.batch() as f64,
+        operations_per_s: training.resolved.job.ranks().len() as f64 * training.config.operations_per_s(),
         every: training.config.log.every,
     }
 }
 
-fn with_board(first: &Training, resume: Option<PathBuf>, board: &Arc<Board>) -> Training {
-    let board = Arc::clone(board);
-    let mut training = Training { on_step: Arc::new(move |note| board.hear(note)), ..first.clone() };
-    training.doc.resume = resume;
+/// A training whose steps the board hears of; now and then it writes the report, for whoever wants to look while it trains.
+fn with_board(first: &Training, from: Option<&From>, board: &Arc<Board>, html: Option<&PathBuf>) -> Training {
+    let (board, shown, html) = (Arc::clone(board), first.clone(), html.cloned());
+    let on_step = move |note| {
+        board.hear(note);
+        let Some((path, seen)) = html.as_ref().and_then(|path| Some((path, board.seen_now_and_then()?)))
+        else {
+            return;
+        };
+        let page = timeline::report(&shown, &seen, board.facts.tokens.is_some());
+        if let Err(error) = output::write_file(path, &report::train::render(&page, report::provenance())) {
+            output::remark(&format!("warning: {error:#}"));
+        }
+    };
+    let mut training = Training { on_step: Arc::new(on_step), ..first.clone() };
+    training.doc.resume = from.map(|from| from.folder.clone());
+    training.doc.weights_only = from.is_some_and(|from| from.weights_only);
     training
 }
 
@@ -370,106 +400,4 @@ fn run_once(training: &Training, options: &RunOptions) -> Result<Measured> {
         predicted_s: 0.0,
     };
     run_work(&work, options, &Progress::new())
-}
-
-/// What every rank had, beside what it was predicted to hold.
-fn memory(training: &Training, measured: &Measured) -> Result<Vec<Memory>> {
-    let of = |(rank, peak): &(Rank, u64)| -> Result<Memory> {
-        let predicted_bytes = dry::memory(training, *rank)?.sum();
-        Ok(Memory { rank: rank.0, peak_rss_bytes: *peak, predicted_bytes })
-    };
-    measured.peak_rss.iter().map(of).collect()
-}
-
-fn summary(
-    training: &Training,
-    seen: &Seen,
-    resumed_at: u64,
-    restarts: u32,
-    (metrics, report): (PathBuf, PathBuf),
-) -> Summary {
-    let own: Vec<_> = seen.metrics.iter().filter(|m| m.step > resumed_at).collect();
-    let mean = |of: &dyn Fn(&crate::training::metrics::StepMetrics) -> f64| {
-        own.iter().map(|m| of(m)).sum::<f64>() / own.len().max(1) as f64
-    };
-    let step_s = mean(&|m| m.step_s);
-    let share = |seconds: f64| if step_s > 0.0 { seconds / step_s } else { 0.0 };
-    let tail: Vec<f64> = own.iter().rev().take(10).filter_map(|m| m.loss).collect();
-    Summary {
-        schema: "crossmesh.train-summary/1",
-        name: training.doc.name.clone(),
-        ranks: training.resolved.job.ranks().len(),
-        steps: own.last().map_or(resumed_at, |m| m.step),
-        resumed_at,
-        restarts,
-        first_loss: own.first().and_then(|m| m.loss),
-        last_loss: own.last().and_then(|m| m.loss),
-        loss: (!tail.is_empty()).then(|| tail.iter().sum::<f64>() / tail.len() as f64),
-        reachable_loss: training.data.reachable_loss(),
-        seconds: own.iter().map(|m| m.step_s).sum(),
-        step_s,
-        steps_s: StepSpread::of(own.iter().copied()),
-        samples_per_s: mean(&|m| m.samples_per_s),
-        tokens_per_s: training.tokens().map(|_| mean(&|m| m.speed())),
-        compute: share(mean(&|m| m.compute_s)),
-        exposed_comm: share(mean(&|m| m.exposed_comm_s)),
-        bubble: share(mean(&|m| m.bubble_s)),
-        optimizer: share(mean(&|m| m.optimizer_s)),
-        memory: vec![],
-        metrics,
-        report,
-    }
-}
-
-fn render(summary: &Summary, facts: &Facts) -> String {
-    let percent = |share: f64| format!("{:.0} %", 100.0 * share);
-    let reachable = match (summary.loss, summary.reachable_loss) {
-        (Some(loss), Some(best)) if best > 0.0 => {
-            format!("; the best possible is {best:.4}, {:.1} % below", 100.0 * (1.0 - best / loss))
-        }
-        _ => String::new(),
-    };
-    let mean = || Seconds(summary.step_s).to_string();
-    let steps = summary.steps_s.as_ref().map_or_else(mean, StepSpread::text);
-    let outliers = summary.steps_s.as_ref().and_then(StepSpread::outliers);
-    let outliers = outliers.map_or_else(String::new, |text| format!("held up    {text}\n"));
-    format!(
-        "loss       {} → {}{reachable}\n\
-         step       {steps}; {}\n\
-         {outliers}\
-         time       compute {}, exposed communication {}, bubble {}, optimizer {}\n\
-         memory     {}\n\
-         report     {}\n\
-         trained {} to step {} in {}\n",
-        loss_text(summary.first_loss),
-        loss_text(summary.loss),
-        speed_text(facts, summary.tokens_per_s.unwrap_or(summary.samples_per_s)),
-        percent(summary.compute),
-        percent(summary.exposed_comm),
-        percent(summary.bubble),
-        percent(summary.optimizer),
-        memory_text(&summary.memory),
-        shown(&summary.report),
-        summary.name,
-        summary.steps,
-        Seconds(summary.seconds),
-    )
-}
-
-/// The rank that had the most beyond what was predicted.
-fn memory_text(memory: &[Memory]) -> String {
-    let beyond = |m: &Memory| m.peak_rss_bytes.saturating_sub(m.predicted_bytes);
-    match memory.iter().max_by_key(|m| beyond(m)) {
-        Some(most) => format!(
-            "{} of r{}'s process, {} beyond what was predicted to be held",
-            Bytes(most.peak_rss_bytes),
-            most.rank,
-            Bytes(beyond(most))
-        ),
-        None => "the system does not tell".into(),
-    }
-}
-
-fn shown(path: &Path) -> String {
-    path.display().to_string()
 }

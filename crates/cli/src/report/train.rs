@@ -7,7 +7,7 @@ use crossmesh_core::units::{Bytes, Seconds};
 use crossmesh_train::record::StepTimes;
 use serde::Serialize;
 
-use crate::training::metrics::StepMetrics;
+use crate::training::metrics::{StepMetrics, TAIL, final_loss};
 use crate::training::steps::StepSpread;
 
 use super::gantt::{Bar, Gantt, Row};
@@ -137,11 +137,8 @@ pub fn render(report: &TrainReport, provenance: Vec<String>) -> String {
 fn figures(report: &TrainReport) -> String {
     let mut cards = String::new();
     let last = report.metrics.last();
-    let tail = &report.metrics[report.metrics.len() - report.metrics.len().min(10)..];
-    let losses: Vec<f64> = tail.iter().filter_map(|m| m.loss).collect();
-    if !losses.is_empty() {
-        let mean = losses.iter().sum::<f64>() / losses.len() as f64;
-        cards += &card(&format!("{mean:.4}"), "loss, mean of the last steps", "");
+    if let Some(mean) = final_loss(report.metrics.iter()) {
+        cards += &card(&format!("{mean:.4}"), &format!("loss, mean of the last {TAIL} steps"), "");
         if let Some(reachable) = report.reachable_loss.filter(|r| *r > 0.0) {
             let over = 100.0 * (mean / reachable - 1.0);
             let class = if over <= 5.0 { "good" } else { "" };
@@ -434,10 +431,13 @@ pub mod tests {
         let metric = |step: u64| StepMetrics {
             step,
             loss: Some(2.0 + 3.0 / step as f64),
+            validation_loss: None,
             grad_norm: Some(1.0),
             learning_rate: 1e-3,
+            not_finite: None,
             samples_per_s: 100.0,
             tokens_per_s: Some(6400.0),
+            mfu: 0.25,
             step_s: 0.1,
             compute_s: 0.07,
             exposed_comm_s: 0.01,

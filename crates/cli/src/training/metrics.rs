@@ -19,11 +19,20 @@ pub struct StepMetrics {
     pub step: u64,
     /// Missing where it is not a number.
     pub loss: Option<f64>,
+    /// Over what is held out, behind this step; where it was looked at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation_loss: Option<f64>,
     pub grad_norm: Option<f64>,
     pub learning_rate: f64,
+    /// What was not finite about it, such as `loss NaN`: the step changed no weight.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_finite: Option<String>,
     pub samples_per_s: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens_per_s: Option<f64>,
+    /// Operations that the model needs, without what is computed again, over those that `cluster.flops` allows.
+    #[serde(default)]
+    pub mfu: f64,
     pub step_s: f64,
     pub compute_s: f64,
     pub exposed_comm_s: f64,
@@ -35,7 +44,7 @@ pub struct StepMetrics {
 }
 
 impl StepMetrics {
-    /// From what the ranks saw; `batch` samples of `tokens` each.
+    /// From what the ranks saw; `batch` samples of `tokens` each. What more is known of the step is for others to say.
     pub fn of(records: &BTreeMap<Rank, StepRecord>, batch: u64, tokens: Option<usize>) -> Option<Self> {
         let first = records.values().next()?;
         let mean =
@@ -46,10 +55,13 @@ impl StepMetrics {
         Some(Self {
             step: first.step + 1,
             loss: finite(first.loss),
+            validation_loss: None,
             grad_norm: finite(first.grad_norm),
             learning_rate: first.learning_rate,
+            not_finite: first.skipped.then(|| not_finite(first)),
             samples_per_s,
             tokens_per_s: tokens.map(|tokens| samples_per_s * tokens as f64),
+            mfu: 0.0,
             step_s,
             compute_s: mean(&|r| r.times.compute),
             exposed_comm_s: mean(&|r| r.times.exposed),
@@ -64,6 +76,22 @@ impl StepMetrics {
     pub fn speed(&self) -> f64 {
         self.tokens_per_s.unwrap_or(self.samples_per_s)
     }
+}
+
+/// The final loss is a mean over so many steps: one batch is easy, another hard.
+pub const TAIL: usize = 10;
+
+/// The final loss of a run, wherever it is told.
+pub fn final_loss<'a>(metrics: impl DoubleEndedIterator<Item = &'a StepMetrics>) -> Option<f64> {
+    let tail: Vec<f64> = metrics.rev().filter_map(|m| m.loss).take(TAIL).collect();
+    (!tail.is_empty()).then(|| tail.iter().sum::<f64>() / tail.len() as f64)
+}
+
+/// `loss NaN, gradient norm inf`.
+fn not_finite(record: &StepRecord) -> String {
+    let named = [("loss", record.loss), ("gradient norm", record.grad_norm)];
+    let bad = named.iter().filter(|(_, value)| !value.is_finite());
+    bad.map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(", ")
 }
 
 /// The file, open.
@@ -122,6 +150,7 @@ pub mod tests {
             loss,
             grad_norm: 1.0,
             learning_rate: 0.1,
+            skipped: !loss.is_finite(),
             times: StepTimes {
                 step: seconds,
                 compute: 2.0 * part,

@@ -10,11 +10,13 @@
 
 pub mod board;
 pub mod dry;
+mod events;
 pub mod metrics;
 pub mod note;
 pub mod overlap;
 pub mod rank;
-mod save;
+pub mod resume;
+pub mod save;
 pub mod steps;
 mod stop;
 pub mod timeline;
@@ -24,6 +26,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use crossmesh_core::cluster::Topology;
+use crossmesh_core::step::StepError;
 use crossmesh_train::config::keys::KEYS;
 use crossmesh_train::config::{
     AnyModel, Config, DataKind, ModelKind, Precision, Resolved, resolve, toml_text,
@@ -33,7 +36,7 @@ use crossmesh_train::data::images::{Images, ImagesSpec};
 use crossmesh_train::data::language::{Language, LanguageSpec};
 use crossmesh_train::data::text::{DocumentEnd, Encoder, Text};
 use crossmesh_train::data::tokens::{Source, Tokens, WindowSpec};
-use crossmesh_train::data::{self, DataError, DataSet, Kind};
+use crossmesh_train::data::{self, DataError, DataSet, Kind, Split};
 use crossmesh_train::job::JobError;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::ConfigError as ModelError;
@@ -58,6 +61,9 @@ pub struct TrainDoc {
     pub nic: Option<String>,
     /// The checkpoint to go on from.
     pub resume: Option<PathBuf>,
+    /// Whether only its weights are taken, for a run of its own.
+    #[serde(default)]
+    pub weights_only: bool,
     /// Whether only a byte crosses between stages, to measure what compute alone takes.
     #[serde(default)]
     pub signal: bool,
@@ -85,7 +91,10 @@ impl Training {
             return Err(anyhow!("the schema is `{}`, not {SCHEMA}", doc.schema));
         }
         let config = Config::read(&format!("{}.toml", doc.name), &doc.config, &[])?;
-        Self::open_as(config, doc.nic.as_deref(), doc.resume.clone(), doc.signal, on_step)
+        let mut training =
+            Self::open_as(config, doc.nic.as_deref(), doc.resume.clone(), doc.signal, on_step)?;
+        training.doc.weights_only = doc.weights_only;
+        Ok(training)
     }
 
     /// Opens what the config names, and fits it together.
@@ -116,6 +125,10 @@ impl Training {
             Precision::F64 => wire::<f64>(&resolved, &*data),
         };
         let wiring = wiring.map_err(|error| placed(&config, error))?;
+        if config.evaluate.every > 0 && data.num_samples(Split::Validation) == Some(0) {
+            let hint = "data.validation_share = 0.05 holds some out; evaluate.every = 0 does without";
+            return Err(config.error("evaluate.every", "nothing is held out to judge by", hint).into());
+        }
         let found = found(&config, &resolved);
         let doc = TrainDoc {
             schema: SCHEMA.into(),
@@ -123,6 +136,7 @@ impl Training {
             config: config.to_toml(&found),
             nic: nic.map(String::from),
             resume,
+            weights_only: false,
             signal,
         };
         let topology = Topology::new(&resolved.job.cluster);
@@ -139,6 +153,18 @@ impl Training {
             ModelKind::Gpt { config, .. } => Some(config.context),
             ModelKind::Unet(_) => None,
         }
+    }
+
+    /// Whether the run is judged behind so many steps.
+    pub fn is_evaluated_behind(&self, steps: u64) -> bool {
+        let every = self.config.evaluate.every;
+        every > 0 && (steps.is_multiple_of(every) || steps == self.config.train.steps)
+    }
+
+    /// Batches of a validation: as many as asked for, and no sample twice.
+    pub fn validation_batches(&self) -> u64 {
+        let all = self.data.num_samples(Split::Validation).unwrap_or(u64::MAX);
+        self.config.evaluate.batches.min(all / self.resolved.job.batch()).max(1)
     }
 
     /// The model, the ranks and the schedule, in a line.
@@ -166,6 +192,15 @@ fn placed(config: &Config, error: anyhow::Error) -> anyhow::Error {
         let ModelError::Value { key, value, reason, hint } = error;
         (*key, value.clone(), reason.clone(), hint.clone())
     };
+    if let Some(JobError::Step(StepError::Cycle { first })) = error.downcast_ref::<JobError>()
+        && !config.train.overlap
+    {
+        let reason = format!(
+            "where a device stands still until its message has arrived, the passes of {} wait for each other in a cycle, from {first} on",
+            config.pipeline.schedule.name()
+        );
+        return config.error("train.overlap", reason, "leave it on, or take a schedule such as 1f1b").into();
+    }
     let found = match (error.downcast_ref::<DataError>(), error.downcast_ref::<JobError>()) {
         (Some(DataError::Value { key, value, reason, hint }), _) => {
             Some((*key, value.clone(), reason.clone(), hint.to_string()))
@@ -236,14 +271,12 @@ fn open_data(config: &Config) -> Result<Arc<dyn DataSet>> {
             Arc::new(Images::new(ImagesSpec { waves: *waves, classes: *classes, seed, ..spec })?)
         }
         DataKind::Text { paths, tokenizer, end, validation } => {
+            let end = end.as_deref().map_or(DocumentEnd::Usual, |end| match end.parse() {
+                Ok(end) => end,
+            });
             let encoder = match tokenizer {
-                None => Encoder::bytes(),
-                Some(file) => {
-                    let end = end.as_deref().map_or(DocumentEnd::Usual, |end| match end.parse() {
-                        Ok(end) => end,
-                    });
-                    Encoder::tokenizer(file.as_ref(), &end)?
-                }
+                None => Encoder::bytes(&end)?,
+                Some(file) => Encoder::tokenizer(file.as_ref(), &end)?,
             };
             let paths: Vec<PathBuf> = paths.iter().map(PathBuf::from).collect();
             let text = Text::read(&paths, &encoder, config.train.threads)?;

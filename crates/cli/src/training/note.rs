@@ -15,6 +15,11 @@ pub struct StepNote {
     #[serde(with = "finite")]
     grad_norm: f64,
     learning_rate: f64,
+    #[serde(default)]
+    skipped: bool,
+    /// Over what is held out, where it was looked at behind this step.
+    #[serde(default)]
+    pub validation_loss: Option<f64>,
     /// The whole step, compute, exposed, bubble, optimizer.
     times: [f64; 5],
     bytes_sent: u64,
@@ -40,6 +45,8 @@ impl StepNote {
             loss: record.loss,
             grad_norm: record.grad_norm,
             learning_rate: record.learning_rate,
+            skipped: record.skipped,
+            validation_loss: None,
             times: [step, compute, exposed, bubble, optimizer],
             bytes_sent: record.bytes_sent,
             bytes_received: record.bytes_received,
@@ -58,6 +65,7 @@ impl StepNote {
             loss: self.loss,
             grad_norm: self.grad_norm,
             learning_rate: self.learning_rate,
+            skipped: self.skipped,
             times: StepTimes { step, compute, exposed, bubble, optimizer },
             bytes_sent: self.bytes_sent,
             bytes_received: self.bytes_received,
@@ -68,16 +76,28 @@ impl StepNote {
     }
 }
 
-/// JSON has no word for what is not a number: `null`.
+/// JSON has no word for what is not finite: a text, `"inf"` or `"NaN"`.
 mod finite {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+    #[derive(Serialize, Deserialize)]
+    #[serde(untagged)]
+    enum Written {
+        Number(f64),
+        Text(String),
+    }
+
     pub fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-        Some(*value).filter(|v| v.is_finite()).serialize(serializer)
+        let written =
+            if value.is_finite() { Written::Number(*value) } else { Written::Text(value.to_string()) };
+        written.serialize(serializer)
     }
 
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-        Ok(Option::<f64>::deserialize(deserializer)?.unwrap_or(f64::NAN))
+        match Written::deserialize(deserializer)? {
+            Written::Number(value) => Ok(value),
+            Written::Text(text) => text.parse().map_err(serde::de::Error::custom),
+        }
     }
 }
 
@@ -92,6 +112,7 @@ mod tests {
             loss: 0.1 + 0.2,
             grad_norm: f64::INFINITY,
             learning_rate: 1e-3,
+            skipped: true,
             times: StepTimes { step: 1.0, compute: 0.5, exposed: 0.25, bubble: 0.125, optimizer: 0.125 },
             bytes_sent: 7,
             bytes_received: 8,
@@ -103,7 +124,11 @@ mod tests {
         let heard: StepNote = serde_json::from_str(&line).unwrap();
         assert_eq!(heard.rank, Rank(2));
         let again = heard.record();
-        assert!(again.grad_norm.is_nan(), "JSON has no infinity");
+        assert_eq!(
+            (again.grad_norm, again.skipped),
+            (f64::INFINITY, true),
+            "JSON has no word for it, and a text has"
+        );
         assert_eq!(again.loss, record.loss, "to the last bit");
         assert_eq!((&again.passes, &again.peaks, again.times), (&record.passes, &record.peaks, record.times));
         assert!(StepNote::new(Rank(2), &record, false).record().passes.is_empty());

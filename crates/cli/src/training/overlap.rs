@@ -163,6 +163,8 @@ impl Bench<'_> {
             format!("train.overlap={}", series.overlap),
             format!("train.steps={}", self.steps + WARM_UP),
             "checkpoint.every=0".to_string(),
+            "checkpoint.last=false".to_string(),
+            "evaluate.every=0".to_string(),
         ];
         let sets = [self.sets, &sets[..]].concat();
         let config = Config::read(self.name, self.text, &sets)?;

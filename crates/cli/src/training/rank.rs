@@ -7,7 +7,7 @@ use crossmesh_comm::collectives::Element;
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::lab::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_core::id::Rank;
-use crossmesh_train::config::Precision;
+use crossmesh_train::config::{NonFinite, Precision};
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::runtime::{Feed, Links, Samples, TrainError, Trainer, TrainerOptions};
@@ -66,7 +66,7 @@ fn run<T: Scalar + Element>(
     let rank = trainer.rank();
     let mut saver = Saver::new(training, trainer)?;
     if let Some(folder) = &training.doc.resume {
-        saver.load(trainer, Path::new(folder))?;
+        saver.load(trainer, Path::new(folder), training.doc.weights_only)?;
     }
     let mut stop = Stop::new(rank, &saver)?;
     barrier(Gate::Start)?;
@@ -76,10 +76,18 @@ fn run<T: Scalar + Element>(
         let record = trainer.step()?;
         seconds += record.times.step;
         (sent, received) = (record.bytes_sent, record.bytes_received);
-        (training.on_step)(StepNote::new(rank, &record, record.step + 1 == steps));
-        saver.after_step(training, trainer)?;
+        let mut note = StepNote::new(rank, &record, record.step + 1 == steps);
+        if training.is_evaluated_behind(trainer.steps()) && !record.skipped {
+            note.validation_loss = Some(trainer.evaluate(training.validation_batches())?);
+        }
+        (training.on_step)(note);
+        // All ranks have the same loss and norm, so all stop here, and none of it is saved.
+        if record.skipped && training.config.train.nonfinite == NonFinite::Stop {
+            break;
+        }
+        saver.after_step(training, trainer, record.skipped)?;
         if stop.is_agreed(&saver, trainer, record.times.step)? {
-            saver.save_now(training, trainer)?;
+            saver.save_now(training, trainer, record.skipped)?;
             break;
         }
     }

@@ -33,6 +33,8 @@ use super::rank::Trouble;
 pub struct Saver {
     store: Store,
     every: u64,
+    /// Whether the last step is saved.
+    last: bool,
     rank: Rank,
     ranks: Vec<Rank>,
     /// All ranks, where there are several.
@@ -50,6 +52,8 @@ struct Pending {
     writing: Option<Writing>,
     /// There once this rank has written its part.
     report: Vec<u8>,
+    /// Whether older ones may go for it: not for a state whose loss is not finite.
+    is_good: bool,
     /// All ranks have written theirs; on the first one it is being made complete.
     committing: Option<Option<Committing>>,
 }
@@ -73,6 +77,7 @@ impl Saver {
         Ok(Self {
             store: Store::new(&saving.folder, keep),
             every: saving.every,
+            last: saving.last,
             rank,
             ranks,
             world,
@@ -83,45 +88,54 @@ impl Saver {
         })
     }
 
-    /// Fills the trainer from a checkpoint.
-    pub fn load<T: Scalar + Element>(&self, trainer: &mut Trainer<T>, folder: &Path) -> Result<(), Trouble> {
+    /// Fills the trainer from a checkpoint: with all it has, or with its weights alone.
+    pub fn load<T: Scalar + Element>(
+        &self,
+        trainer: &mut Trainer<T>,
+        folder: &Path,
+        weights_only: bool,
+    ) -> Result<(), Trouble> {
         let checkpoint = Checkpoint::open(folder)?;
-        let (step, optimizer) = (checkpoint.facts().step, checkpoint.facts().optimizer.clone());
+        let facts = checkpoint.facts();
+        // An imported model has weights and no past.
+        let past = facts.optimizer.as_ref().filter(|_| !weights_only);
         let sharding = self.sharding;
         trainer.each_stage(|stage| -> Result<(), CheckpointError> {
             let (names, shard) = (stage.optimizer.moment_names(), stage.optimizer.shard());
-            let moments = stage.optimizer.resume(optimizer.as_ref().map_or(0, |o| o.steps));
+            let moments = stage.optimizer.resume(past.map_or(0, |o| o.steps));
             let values = moments.iter_mut().map(|m| &mut m[..]).collect();
             let target = StageTarget {
                 parameters: stage.parameters,
                 place: &self.place,
                 values: &mut stage.params[..],
-                moments: Some(Moments { names, values, shard, sharding }),
+                moments: past.map(|_| Moments { names, values, shard, sharding }),
             };
             checkpoint.load(&mut [target], Convert::No).map(drop)
         })?;
-        // An imported model has weights and no past.
-        trainer.resume_at(if optimizer.is_some() { step } else { 0 });
+        if past.is_some() {
+            trainer.resume_at(facts.step, facts.samples);
+        }
         Ok(())
     }
 
-    /// Between two steps: goes on with a save, and starts one where it is due.
+    /// Between two steps: goes on with a save, and starts one where it is due. A step that changed nothing is none to push older ones out for.
     pub fn after_step<T: Scalar + Element>(
         &mut self,
         training: &Training,
         trainer: &mut Trainer<T>,
+        skipped: bool,
     ) -> Result<(), Trouble> {
         self.go_on(trainer, false)?;
-        let due = self.every > 0 && trainer.steps().is_multiple_of(self.every);
-        match due || (self.every > 0 && trainer.steps() == training.config.train.steps) {
-            true => self.start(training, trainer),
+        let due = self.every > 0 && trainer.steps().is_multiple_of(self.every) && !skipped;
+        match due || (self.last && trainer.steps() == training.config.train.steps) {
+            true => self.start(training, trainer, !skipped),
             false => Ok(()),
         }
     }
 
     /// Whether there are checkpoints at all.
     pub fn is_on(&self) -> bool {
-        self.every > 0
+        self.every > 0 || self.last
     }
 
     /// Saves this step, unless that is under way.
@@ -129,8 +143,9 @@ impl Saver {
         &mut self,
         training: &Training,
         trainer: &mut Trainer<T>,
+        skipped: bool,
     ) -> Result<(), Trouble> {
-        if self.saved == Some(trainer.steps()) { Ok(()) } else { self.start(training, trainer) }
+        if self.saved == Some(trainer.steps()) { Ok(()) } else { self.start(training, trainer, !skipped) }
     }
 
     /// After the last step: what was written has to be complete.
@@ -142,13 +157,14 @@ impl Saver {
         &mut self,
         training: &Training,
         trainer: &mut Trainer<T>,
+        is_good: bool,
     ) -> Result<(), Trouble> {
         // One at a time: a slow disk makes training wait rather than fall behind.
         self.go_on(trainer, true)?;
         let snapshot = self.snapshot(training, trainer)?;
-        let facts = facts(training, trainer.steps());
+        let facts = facts(training, trainer)?;
         let writing = Some(self.store.write(snapshot));
-        self.pending = Some(Pending { facts, writing, report: vec![], committing: None });
+        self.pending = Some(Pending { facts, writing, report: vec![], is_good, committing: None });
         self.saved = Some(trainer.steps());
         Ok(())
     }
@@ -209,8 +225,9 @@ impl Saver {
         let Some(reports) = self.gather(trainer, mine, &report)? else { return Ok(false) };
         let (store, first) = (self.store.clone(), self.ranks.first() == Some(&self.rank));
         if let Some(pending) = &mut self.pending {
-            let facts = pending.facts.clone();
-            pending.committing = Some(if first { Some(commit(store, facts, reports)?) } else { None });
+            let (facts, is_good) = (pending.facts.clone(), pending.is_good);
+            pending.committing =
+                Some(if first { Some(commit(store, facts, reports, is_good)?) } else { None });
         }
         Ok(true)
     }
@@ -272,11 +289,16 @@ impl Saver {
 }
 
 /// On the first rank: makes a checkpoint complete beside training. That old ones could not be removed is worth a remark.
-fn commit(store: Store, facts: Facts, reports: Vec<Vec<u8>>) -> Result<Committing, CheckpointError> {
+fn commit(
+    store: Store,
+    facts: Facts,
+    reports: Vec<Vec<u8>>,
+    is_good: bool,
+) -> Result<Committing, CheckpointError> {
     let step = facts.step;
     let run = move || {
         store.commit(&facts, &reports)?;
-        let pruned = store.prune();
+        let pruned = if is_good { store.prune() } else { Ok(()) };
         Ok(pruned.err().map(|error| format!("warning: old checkpoints could not be removed: {error}")))
     };
     let thread = std::thread::Builder::new().name("commit".into()).spawn(run);
@@ -291,25 +313,31 @@ fn place(job: &Job, rank: Rank) -> Result<StageRank, Trouble> {
     Ok(job.place(device, position).map_err(|e| TrainError::Job(e.into()))?)
 }
 
-fn facts(training: &Training, step: u64) -> Facts {
+fn facts<T: Scalar + Element>(training: &Training, trainer: &mut Trainer<T>) -> Result<Facts, Trouble> {
     let job = &training.resolved.job;
     let (kind, moments): (&str, &[&str]) = match job.update.optimizer {
         OptimizerConfig::AdamW { .. } => ("adamw", &["exp_avg", "exp_avg_sq"]),
         OptimizerConfig::Sgd { .. } => ("sgd", &["momentum"]),
     };
     let moments = moments.iter().map(|name| name.to_string()).collect();
-    Facts {
-        step,
-        samples: step * job.batch(),
+    // Fewer than the steps where some were skipped.
+    let mut steps = 0;
+    trainer.each_stage(|stage| -> Result<(), Trouble> {
+        steps = stage.optimizer.steps();
+        Ok(())
+    })?;
+    Ok(Facts {
+        step: trainer.steps(),
+        samples: trainer.samples(),
         seed: job.seed,
         model: model_facts(&training.resolved.model),
         run: serde_json::json!({ "name": training.doc.name, "config": training.doc.config }),
-        optimizer: Some(OptimizerFacts { kind: kind.into(), steps: step, moments }),
-    }
+        optimizer: Some(OptimizerFacts { kind: kind.into(), steps, moments }),
+    })
 }
 
 /// The model's sizes, under the names that a config has for them.
-fn model_facts(model: &AnyModel) -> serde_json::Value {
+pub fn model_facts(model: &AnyModel) -> serde_json::Value {
     match model {
         AnyModel::Gpt(gpt) => {
             let c = gpt.config();

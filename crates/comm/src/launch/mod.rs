@@ -43,7 +43,7 @@ pub struct Grace {
     pub after_failure: Duration,
     /// Between asking a process to end and ending it.
     pub after_term: Duration,
-    /// Where processes come to a good end when they are asked to (SIGTERM): for that.
+    /// Where processes come to a good end when they are asked to (SIGTERM, SIGINT): for that.
     pub to_finish: Option<Duration>,
 }
 
@@ -189,9 +189,8 @@ impl Job {
 
     /// Whether all come to a good end of their own, having been asked to.
     fn finishes(&mut self, signal: i32, signals: &Signals) -> bool {
-        let Some(limit) = self.grace.to_finish.filter(|_| signal == signal_hook::consts::SIGTERM) else {
-            return false;
-        };
+        let asks = [signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT].contains(&signal);
+        let Some(limit) = self.grace.to_finish.filter(|_| asks) else { return false };
         self.reap_until(Deadline::after(limit), signals);
         self.running.is_empty() && self.ended.values().all(ExitStatus::success)
     }

@@ -48,11 +48,13 @@ impl Signals {
     }
 }
 
-/// Becomes true when somebody asks this process to end (SIGTERM). It does not end by itself from now on: it is to come to a
+/// Becomes true when somebody asks this process to end (SIGTERM, or SIGINT: Ctrl-C). It does not end by itself from now on: it is to come to a
 /// good end, and soon.
 pub fn asked_to_end() -> Result<Arc<AtomicBool>, LaunchError> {
     let asked = Arc::new(AtomicBool::new(false));
-    signal_hook::flag::register(SIGTERM, asked.clone()).map_err(LaunchError::Signals)?;
+    for signal in [SIGTERM, SIGINT] {
+        signal_hook::flag::register(signal, asked.clone()).map_err(LaunchError::Signals)?;
+    }
     Ok(asked)
 }
 

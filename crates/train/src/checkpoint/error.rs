@@ -23,12 +23,21 @@ pub enum CheckpointError {
     Parts { step: u64, what: String },
     #[error("{}: it has no tensor `{name}`{}", path.display(), near.as_ref().map(|n| format!("\nhint: it has `{n}`")).unwrap_or_default())]
     NoTensor { path: PathBuf, name: String, near: Option<String> },
+    #[error(
+        "{}: the model has no use for {count} of its tensors, such as `{name}`: they would be lost\nhint: train the model that was saved; `crossmesh checkpoint show` tells its sizes",
+        path.display()
+    )]
+    LeftOut { path: PathBuf, name: String, count: usize },
     #[error("{}: `{name}` has the shape {found:?}, the model {wanted:?}", path.display())]
     Shape { path: PathBuf, name: String, found: Vec<u64>, wanted: Vec<u64> },
     #[error("{}: it holds {found}, and {wanted} is wanted\nhint: ask for a conversion, or train in {found}", path.display())]
     DType { path: PathBuf, found: DType, wanted: DType },
     #[error("{}: it holds the moments {found:?}, and the optimizer has {wanted:?}\nhint: go on with the optimizer it was saved with", path.display())]
     Optimizer { path: PathBuf, found: Vec<String>, wanted: Vec<String> },
+    #[error(
+        "`{key}` of step {step} has {value} in it, and is not saved\nhint: go on from an earlier checkpoint, with a lower learning rate or `optimizer.clip`"
+    )]
+    NotFinite { key: String, step: u64, value: f64 },
     #[error("{what}")]
     State { what: String },
     #[error("{}: {what}", path.display())]

@@ -132,6 +132,26 @@ impl Checkpoint {
         Ok(Restored { moments: with_moments, bytes_read })
     }
 
+    /// Whether its weights are those of a model: all of them, of the same shapes, and no others. A rank that loads its stages would not
+    /// notice what none of them asks for.
+    pub fn check_model(&self, parameters: &[Parameter]) -> Result<(), CheckpointError> {
+        for parameter in parameters {
+            self.shaped(&parameter.name, VALUE, parameter.layout.shape())?;
+        }
+        let known: BTreeSet<&str> = parameters.iter().map(|p| p.name.as_str()).collect();
+        let unknown = |t: &&TensorEntry| t.state == VALUE && !known.contains(t.name.as_str());
+        let left_out: Vec<&str> =
+            self.manifest.tensors.iter().filter(unknown).map(|t| t.name.as_str()).collect();
+        match left_out.first() {
+            None => Ok(()),
+            Some(first) => Err(CheckpointError::LeftOut {
+                path: self.folder.clone(),
+                name: first.to_string(),
+                count: left_out.len(),
+            }),
+        }
+    }
+
     /// A whole parameter of this shape, row-major.
     pub fn whole<T: Scalar>(
         &self,

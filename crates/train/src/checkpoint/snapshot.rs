@@ -24,6 +24,8 @@ pub struct Snapshot {
     pub(super) part: RankPart,
     pub(super) header: Vec<u8>,
     pub(super) body: Vec<u8>,
+    /// A number of a tensor that is not finite.
+    not_finite: fn(&[u8]) -> Option<f64>,
 }
 
 /// A snapshot that is being taken, stage by stage.
@@ -71,7 +73,7 @@ impl<T: Scalar> Draft<T> {
         let (name, bytes) = (file_name(rank), (header.len() + body.len()) as u64);
         let file = FileEntry { name, bytes, blake3: String::new() };
         let part = RankPart { rank: rank.0, step, dtype: T::DTYPE.to_string(), file, tensors };
-        Ok(Snapshot { part, header, body })
+        Ok(Snapshot { part, header, body, not_finite: not_finite::<T> })
     }
 }
 
@@ -87,6 +89,27 @@ impl Snapshot {
         draft.finish()
     }
 
+    /// Refuses numbers that nobody could go on from. Where the snapshot is written, so that training does not wait for it.
+    pub(super) fn check_finite(&self) -> Result<(), CheckpointError> {
+        let Some(value) = (self.not_finite)(&self.body) else { return Ok(()) };
+        let mut start = 0;
+        for tensor in &self.part.tensors {
+            let volume = |spans: &Vec<[u64; 2]>| spans.iter().map(|[a, b]| b - a).product::<u64>() as usize;
+            let elements: usize = tensor.boxes.iter().map(volume).sum();
+            let end = start + elements * self.width();
+            if (self.not_finite)(&self.body[start..end]).is_some() {
+                let (key, step) = (tensor.key.clone(), self.part.step);
+                return Err(CheckpointError::NotFinite { key, step, value });
+            }
+            start = end;
+        }
+        unreachable!("{value} is in none of the tensors")
+    }
+
+    fn width(&self) -> usize {
+        if self.part.dtype == "f64" { 8 } else { 4 }
+    }
+
     /// Bytes of this rank's file.
     pub fn bytes(&self) -> u64 {
         self.part.file.bytes
@@ -100,6 +123,11 @@ impl Snapshot {
     pub fn step(&self) -> u64 {
         self.part.step
     }
+}
+
+fn not_finite<T: Scalar>(bytes: &[u8]) -> Option<f64> {
+    let values = bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned::<T>);
+    values.map(T::to_f64).find(|value| !value.is_finite())
 }
 
 /// What this rank writes of one state of a stage's parameters: `held` is the shard that `values` are.

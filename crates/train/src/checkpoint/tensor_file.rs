@@ -49,6 +49,12 @@ impl Header {
             .map_err(|_| damaged(format!("it is {bytes} bytes long, too short")))?;
         let length = u64::from_le_bytes(length);
         let start = length.saturating_add(8);
+        // A JSON document where a length belongs: `{"` or `{\n`.
+        if length.to_le_bytes()[0] == b'{' && start > bytes {
+            return Err(damaged(
+                "it is a JSON document, as the index of a model in several files is, and no safetensors file\nhint: join the files into one model.safetensors first (`save_pretrained(max_shard_size=\"100GB\")`)".into(),
+            ));
+        }
         if start > bytes || length > MAX_HEADER_BYTES {
             return Err(damaged(format!(
                 "its header would be {length} bytes long: it is no safetensors file"
@@ -56,7 +62,7 @@ impl Header {
         }
         let mut text = vec![0; length as usize];
         file.read_exact_at(&mut text, 8).map_err(CheckpointError::io("read", path))?;
-        let mut members: BTreeMap<String, serde_json::Value> =
+        let Members(mut members) =
             serde_json::from_slice(&text).map_err(|e| damaged(format!("its header is damaged: {e}")))?;
         members.remove("__metadata__");
         let mut entries = BTreeMap::new();
@@ -90,6 +96,35 @@ impl Header {
             Some(end) if end == bytes => Ok(()),
             _ => Err(format!("it is {bytes} bytes long, and its header speaks of {next} behind it")),
         }
+    }
+}
+
+/// A JSON object in which no name is there twice: which of two tensors is meant, nobody could tell.
+struct Members(BTreeMap<String, serde_json::Value>);
+
+impl<'de> Deserialize<'de> for Members {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+
+        impl<'de> serde::de::Visitor<'de> for Visitor {
+            type Value = Members;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Members, A::Error> {
+                let mut members = BTreeMap::new();
+                while let Some((name, value)) = map.next_entry::<String, serde_json::Value>()? {
+                    if members.insert(name.clone(), value).is_some() {
+                        return Err(serde::de::Error::custom(format!("two tensors are called `{name}`")));
+                    }
+                }
+                Ok(Members(members))
+            }
+        }
+
+        deserializer.deserialize_map(Visitor)
     }
 }
 

@@ -35,7 +35,10 @@ impl Writing {
         prepare: impl FnOnce() -> Result<PathBuf, CheckpointError> + Send + 'static,
     ) -> Self {
         let (rank, step) = (snapshot.part.rank, snapshot.part.step);
-        let run = move || write(snapshot, &prepare()?);
+        let run = move || {
+            snapshot.check_finite()?;
+            write(snapshot, &prepare()?)
+        };
         let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(run);
         Self { rank, step, thread: thread.expect("a thread to write checkpoints") }
     }

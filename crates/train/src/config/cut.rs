@@ -29,9 +29,14 @@ pub fn cut(weights: &[f64], shares: &[f64]) -> Option<Vec<Range<usize>>> {
     best[0][0] = (0.0, 0.0, 0);
     for stage in 0..stages {
         for end in stage + 1..=units - (stages - stage - 1) {
-            for start in stage..end {
+            // From the shortest run to longer ones, which cost more: once that alone is too much, all others are.
+            let first = if stage == 0 { 0..1 } else { stage..end };
+            for start in first.rev() {
                 let (most, squares, _) = best[stage][start];
                 let own = cost(start, end, stage);
+                if own > best[stage + 1][end].0 {
+                    break;
+                }
                 let found = (most.max(own), squares + own * own, start);
                 let known = best[stage + 1][end];
                 if (found.0, found.1) < (known.0, known.1) {

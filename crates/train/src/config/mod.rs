@@ -23,7 +23,8 @@ pub use cut::{Balance, cut};
 pub use error::{ConfigError, Origin, nearest};
 pub use resolve::{AnyModel, Resolved, resolve};
 pub use typed::{
-    DataKind, DataSection, Log, ModelKind, OptimizerSection, Pipeline, Precision, Saving, StageSection, Train,
+    DataKind, DataSection, Evaluate, Log, ModelKind, NonFinite, OptimizerSection, Pipeline, Precision,
+    Saving, StageSection, Train,
 };
 pub use value::{parse_mesh, toml_text};
 pub use work::{UnitWork, unit_work};
@@ -47,6 +48,7 @@ pub struct Config {
     /// One for every device, in order.
     pub stages: Vec<StageSection>,
     pub cluster: typed::ClusterSection,
+    pub evaluate: Evaluate,
     pub saving: Saving,
     pub log: Log,
     values: Values,
@@ -75,6 +77,7 @@ impl Config {
             pipeline: Pipeline::of(&values),
             stages: typed::stages(&values)?,
             cluster: typed::ClusterSection::of(&values)?,
+            evaluate: Evaluate::of(&values),
             saving: Saving::of(&values, name),
             log: Log::of(&values, name),
             values,
@@ -108,6 +111,19 @@ impl Config {
             }
         }
         text
+    }
+
+    /// Every key of the sections that there is one of, with its value as it is written: given, or by default.
+    pub fn written(&self) -> Vec<(String, String)> {
+        let keys = keys::KEYS.iter().filter(|key| key.section != "stage" && self.values.applies(key));
+        let entry = |key: &Key| Some((key.path(), self.values.entry(&key.path())?.value.to_string()));
+        keys.filter_map(entry).collect()
+    }
+
+    /// What a rank is thought to compute in a second.
+    pub fn operations_per_s(&self) -> f64 {
+        let half = if self.train.precision == Precision::F64 { 0.5 } else { 1.0 };
+        self.cluster.flops * self.train.threads as f64 * half
     }
 
     /// An error about a key, wherever that was given.

@@ -42,10 +42,13 @@ A line of JSON for every step, in `log.folder`:
 |---|---|
 | `step` | steps done: the first one is 1 |
 | `loss` | mean over the step's batch |
+| `validation_loss` | mean over what is held out, behind this step; where it was looked at |
 | `grad_norm` | of all gradients together, before clipping |
 | `learning_rate` | that the step was made with |
+| `not_finite` | what was not finite, such as `loss NaN`: the step changed no weight |
 | `samples_per_s` | of the batch, over `step_s` |
 | `tokens_per_s` | the same in tokens, where the data has tokens |
+| `mfu` | operations that the model needs (two for every multiplication with a weight, forward and twice backward; causal attention by half; nothing that is computed again) over `cluster.flops` of all threads of all ranks |
 | `step_s` | from the step's start to its end, on the slowest rank |
 | `compute_s` | passes, a mean over ranks |
 | `exposed_comm_s` | a device stood still while something it needed was on its way, a mean over ranks |
@@ -53,6 +56,9 @@ A line of JSON for every step, in `log.folder`:
 | `optimizer_s` | weights were updated, a mean over ranks |
 | `bytes_sent` | by all ranks together |
 | `activation_bytes` | the most that a rank held of its microbatches at once |
+
+The same numbers go into an event file (`events.out.tfevents…`) for TensorBoard: `tensorboard --logdir runs`. report.html is written every ten
+seconds while it trains.
 
 A run that goes on from a checkpoint drops the lines of steps after it, and goes on behind the others.
 ";

@@ -14,11 +14,11 @@ use crate::kernels::Kernels;
 use crate::models;
 use crate::models::gpt::{Gpt, GptConfig};
 use crate::models::unet::Unet;
-use crate::stage::Role;
+use crate::stage::{Recompute, Role};
 
 use super::cut::{Balance, cut};
 use super::error::ConfigError;
-use super::typed::{ModelKind, Precision};
+use super::typed::ModelKind;
 use super::work::{UnitWork, unit_work};
 use super::{Config, value};
 
@@ -53,6 +53,12 @@ pub struct Resolved {
 }
 
 impl Resolved {
+    /// Operations that the model needs for a sample, forward and backward, whatever is computed again: two for every multiplication with a
+    /// weight, three times over, and those of attention, of which a causal one has half.
+    pub fn operations(&self) -> f64 {
+        self.work.iter().flat_map(|unit| unit.passes(Recompute::Nothing)).sum()
+    }
+
     /// Weights of the whole model; tied ones once.
     pub fn parameters(&self) -> u64 {
         let tied = match &self.model {
@@ -74,6 +80,7 @@ pub fn resolve(
     described: Option<Cluster>,
 ) -> Result<Resolved, ConfigError> {
     let model = model(config, classes)?;
+    check_batch(config, &model)?;
     let work = unit_work(&model);
     let teams = teams(config)?;
     let placement = first_schedule(config)?.placement().clone();
@@ -116,6 +123,29 @@ fn model(config: &Config, classes: Option<usize>) -> Result<AnyModel, ConfigErro
                 return Err(config.error("model.vocab", reason, "leave it out to take what the data has"));
             }
             Ok(AnyModel::Gpt(Gpt::new(GptConfig { vocab, ..sizes.clone() }).map_err(refused)?))
+        }
+    }
+}
+
+/// Refuses batches of more numbers than any machine holds, whose count would not fit.
+fn check_batch(config: &Config, model: &AnyModel) -> Result<(), ConfigError> {
+    let each = match model {
+        AnyModel::Gpt(gpt) => {
+            let c = gpt.config();
+            c.context as f64 * c.width.max(c.hidden).max(c.vocab).max(c.context * c.heads) as f64
+        }
+        AnyModel::Unet(unet) => {
+            let c = unet.config();
+            let widest = c.multipliers.iter().max().copied().unwrap_or(1) * c.base;
+            (c.image * c.image) as f64 * widest as f64
+        }
+    };
+    let (samples, micro) = (config.train.samples as f64, f64::from(config.train.microbatches));
+    match samples * micro * each <= (1u64 << 53) as f64 {
+        true => Ok(()),
+        false => {
+            let reason = format!("{} samples of {each} numbers fit no machine", samples * micro);
+            Err(config.error("train.batch", reason, "use fewer samples, or a smaller model"))
         }
     }
 }
@@ -318,8 +348,7 @@ fn times(
     placement: &Placement,
     teams: &[Team],
 ) -> Vec<PassTimes> {
-    let half = if config.train.precision == Precision::F64 { 0.5 } else { 1.0 };
-    let rate = config.cluster.flops * config.train.threads as f64 * half;
+    let rate = config.operations_per_s();
     let stage_times = |(stage, units): (crossmesh_core::id::StageId, &Range<usize>)| {
         let team = &teams[placement.device(stage).index()];
         let tp = team.mesh.axes().iter().find(|a| a.name == "tp").map_or(1.0, |a| f64::from(a.len));

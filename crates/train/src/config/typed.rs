@@ -37,7 +37,7 @@ impl ModelKind {
         if values.text("model.kind") == "gpt" {
             let vocab = values.maybe_count("model.vocab");
             let (context, width) = (count("context"), count("width"));
-            let hidden = values.maybe_count("model.hidden").unwrap_or(4 * width);
+            let hidden = values.maybe_count("model.hidden").unwrap_or(width.saturating_mul(4));
             let (tied, dropout) = (values.flag("model.tied"), values.number("model.dropout"));
             let sizes = GptConfig::new(vocab.unwrap_or(1), context, width, count("layers"), heads);
             let config = GptConfig { hidden, tied, dropout, epsilon, ..sizes };
@@ -163,6 +163,14 @@ pub struct Train {
     pub threads: usize,
     pub recompute: Recompute,
     pub overlap: bool,
+    pub nonfinite: NonFinite,
+}
+
+/// What to do about a step whose loss or norm is not finite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NonFinite {
+    Stop,
+    Skip,
 }
 
 impl Train {
@@ -191,6 +199,10 @@ impl Train {
                 _ => Recompute::Nothing,
             },
             overlap: values.flag("train.overlap"),
+            nonfinite: match values.text("train.nonfinite").as_str() {
+                "skip" => NonFinite::Skip,
+                _ => NonFinite::Stop,
+            },
         })
     }
 }
@@ -215,7 +227,23 @@ impl OptimizerSection {
         };
         let (peak, steps) = (number("learning_rate"), values.count("train.steps") as u64);
         let warmup_steps = values.count("optimizer.warmup") as u64;
-        let constant = values.text("optimizer.schedule") == "constant";
+        let shape = values.text("optimizer.schedule");
+        let constant = shape == "constant";
+        let decay = values.maybe_count("optimizer.decay").map(|n| n as u64);
+        if decay.is_some() && shape != "wsd" {
+            let hint = "leave it out, or take the schedule \"wsd\"";
+            return Err(values.error(
+                "optimizer.decay",
+                format!("the schedule \"{shape}\" has no decay of its own"),
+                hint,
+            ));
+        }
+        let decay_steps = (shape == "wsd").then(|| decay.unwrap_or((steps / 5).max(1)));
+        if let Some(decay) = decay_steps.filter(|decay| warmup_steps + decay > steps) {
+            let reason =
+                format!("{warmup_steps} steps of warm-up and {decay} of decay are more than {steps}");
+            return Err(values.error("optimizer.decay", reason, "use fewer, or train for more steps"));
+        }
         let floor = values.maybe_number("optimizer.floor");
         if warmup_steps > steps {
             let reason = format!("the rate would still rise after {steps} steps");
@@ -232,7 +260,7 @@ impl OptimizerSection {
         Ok(Self {
             update: Update {
                 optimizer,
-                rate: Rate { peak, warmup_steps, total_steps, floor },
+                rate: Rate { peak, warmup_steps, total_steps, floor, decay_steps },
                 clip: (clip > 0.0).then_some(clip),
                 zero: values.count("optimizer.zero") == 1,
                 bucket_bytes: checked(values, "optimizer.bucket", parse_bytes)?,
@@ -346,9 +374,14 @@ impl ClusterSection {
             let reason = format!("{flops} operations a second compute nothing");
             return Err(values.error("cluster.flops", reason, "3e10 is a core of a laptop"));
         }
+        let devices_per_host = values.maybe_count("cluster.devices_per_host").map(u32::try_from).transpose();
+        let devices_per_host = devices_per_host.map_err(|_| {
+            let reason = format!("no host has more than {} devices", u32::MAX);
+            values.error("cluster.devices_per_host", reason, "use fewer, or leave it out")
+        })?;
         Ok(Self {
             file: values.maybe_text("cluster.file"),
-            devices_per_host: values.maybe_count("cluster.devices_per_host").map(|n| n as u32),
+            devices_per_host,
             nic_bytes_per_s: checked(values, "cluster.nic", parse_rate)?,
             local_bytes_per_s: checked(values, "cluster.local", parse_rate)?,
             latency_s: checked(values, "cluster.latency", parse_seconds)?,
@@ -357,21 +390,44 @@ impl ClusterSection {
     }
 }
 
+/// Validation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Evaluate {
+    /// Steps; 0: never.
+    pub every: u64,
+    pub batches: u64,
+}
+
+impl Evaluate {
+    pub(super) fn of(values: &Values) -> Self {
+        let count = |name: &str| values.count(&format!("evaluate.{name}")) as u64;
+        Self { every: count("every"), batches: count("batches") }
+    }
+}
+
 /// Checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Saving {
     pub folder: String,
-    /// Steps; 0: never.
+    /// Steps; 0: none on the way.
     pub every: u64,
+    /// Whether the last step is saved.
+    pub last: bool,
     pub keep: usize,
 }
 
 impl Saving {
+    /// Whether there are checkpoints at all.
+    pub fn is_on(&self) -> bool {
+        self.every > 0 || self.last
+    }
+
     pub(super) fn of(values: &Values, name: &str) -> Self {
         let folder = values.maybe_text("checkpoint.folder");
         Self {
             folder: folder.unwrap_or_else(|| format!("{}/checkpoints", Log::of(values, name).folder)),
             every: values.count("checkpoint.every") as u64,
+            last: values.flag("checkpoint.last"),
             keep: values.count("checkpoint.keep"),
         }
     }

@@ -188,13 +188,17 @@ pub fn norm_piece<K: Kernels>(
     elsewhere: &[&str],
 ) -> f64 {
     let counts = |p: &&Parameter| {
-        let split =
-            p.layout.by_axes().expect("parameters are split by axes").splits().iter().flat_map(|s| &s.axes);
-        let over_tp = split.into_iter().any(|&axis| p.layout.mesh().axes()[axis].name == "tp");
-        (over_tp || place.tp().rank == 0) && !elsewhere.contains(&p.name.as_str())
+        (is_split_over_tp(p) || place.tp().rank == 0) && !elsewhere.contains(&p.name.as_str())
     };
     let runs = parameters.iter().filter(counts).map(|p| intersect(&p.range, shard));
     runs.map(|run| kernels.sum_squares(grads, run)).sum()
+}
+
+/// Whether ranks along `tp` have different parts of a parameter; else all of them have all of it.
+pub fn is_split_over_tp(parameter: &Parameter) -> bool {
+    let layout = &parameter.layout;
+    let splits = layout.by_axes().expect("parameters are split by axes").splits();
+    splits.iter().flat_map(|s| &s.axes).any(|&axis| layout.mesh().axes()[axis].name == "tp")
 }
 
 /// By how much to scale gradients so that their norm is `max_norm` at most.

@@ -22,7 +22,7 @@ use crossmesh_comm::buffer::{RankBuffers, Sharing};
 use crossmesh_comm::clock::Monotonic;
 use crossmesh_comm::collectives::{CallError, Collectives, Element, GroupId};
 use crossmesh_comm::device::Worker;
-use crossmesh_comm::engine::{Engine, EngineOptions};
+use crossmesh_comm::engine::{Engine, EngineOptions, JobReport};
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::flight::FlightRecord;
 use crossmesh_comm::step::StepBuffers;
@@ -39,6 +39,7 @@ use crate::group::{Alone, Group};
 use crate::job::{Job, JobError};
 use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
+use crate::layers::Mode;
 use crate::optim::Optimizer;
 use crate::parameter::{Parameter, initial};
 use crate::record::{Peak, StepRecord};
@@ -96,6 +97,10 @@ pub struct Trainer<T: Scalar> {
     buffers: Arc<StepBuffers>,
     passes: Arc<Mutex<Passes<T>>>,
     step: u64,
+    /// How often the program was run.
+    turns: u64,
+    /// Samples that the steps so far have seen: the next one goes on behind them.
+    samples: u64,
 }
 
 /// A stage of a rank, between two steps.
@@ -138,7 +143,17 @@ impl<T: Scalar + Element> Trainer<T> {
         let worker =
             worker.map_err(|e| CommError::System { me, what: "start its device", cause: e.to_string() })?;
         comm.engine().set_device(Box::new(worker))?;
-        Ok(Self { desk, comm, me, wiring: Arc::clone(wiring), buffers, passes, step: 0 })
+        Ok(Self {
+            desk,
+            comm,
+            me,
+            wiring: Arc::clone(wiring),
+            buffers,
+            passes,
+            step: 0,
+            turns: 0,
+            samples: 0,
+        })
     }
 
     pub fn rank(&self) -> Rank {
@@ -150,18 +165,15 @@ impl<T: Scalar + Element> Trainer<T> {
         self.step
     }
 
+    /// Samples that they have seen.
+    pub fn samples(&self) -> u64 {
+        self.samples
+    }
+
     /// The next step, from its data to its update.
     pub fn step(&mut self) -> Result<StepRecord, TrainError> {
-        lock(&self.passes).step = self.step;
-        let mut spec = self.buffers.job(2 * (self.step % 2) as u32)?;
-        spec.priority = Urgency::Edges as u32;
         let sent = self.comm.engine_ref().traffic();
-        let handle = self.comm.engine().start(spec)?;
-        while !self.comm.engine_ref().has_ended(handle) || !self.desk.is_idle() {
-            self.comm.engine().turn()?;
-            self.desk.serve(&mut self.comm)?;
-        }
-        let report = self.comm.engine().wait(handle)?;
+        let report = self.turn(Mode::Train, self.samples)?;
         let now = self.comm.engine_ref().traffic();
         let mut passes = lock(&self.passes);
         let waited = std::mem::take(&mut passes.waited);
@@ -175,6 +187,7 @@ impl<T: Scalar + Element> Trainer<T> {
             loss: outcome.loss,
             grad_norm: outcome.grad_norm,
             learning_rate: outcome.learning_rate,
+            skipped: !outcome.is_finite(),
             times: times::of(&self.wiring.lowered, self.me, &report, &waited, outcome.waited_for_all_s),
             bytes_sent: now.0 - sent.0,
             bytes_received: now.1 - sent.1,
@@ -183,7 +196,39 @@ impl<T: Scalar + Element> Trainer<T> {
             passes: times::spans(&self.wiring.lowered, self.me, &report),
         };
         self.step += 1;
+        self.samples += passes.job.batch();
         Ok(record)
+    }
+
+    /// The mean loss over `batches` batches of what is held out, from its first sample on. Nothing is learnt, nothing dropped, and no
+    /// step counted.
+    pub fn evaluate(&mut self, batches: u64) -> Result<f64, TrainError> {
+        let batch = lock(&self.passes).job.batch();
+        let mut sum = 0.0;
+        for at in 0..batches {
+            self.turn(Mode::Evaluate, at * batch)?;
+            let mut passes = lock(&self.passes);
+            passes.waited = passes::Waited::default();
+            sum += passes.update.outcome.loss;
+        }
+        Ok(sum / batches.max(1) as f64)
+    }
+
+    /// Runs the step's program once, over a batch from this sample on.
+    fn turn(&mut self, mode: Mode, first_sample: u64) -> Result<JobReport, TrainError> {
+        {
+            let mut passes = lock(&self.passes);
+            (passes.mode, passes.step, passes.first_sample) = (mode, self.step, first_sample);
+        }
+        let mut spec = self.buffers.job(2 * (self.turns % 2) as u32)?;
+        self.turns += 1;
+        spec.priority = Urgency::Edges as u32;
+        let handle = self.comm.engine().start(spec)?;
+        while !self.comm.engine_ref().has_ended(handle) || !self.desk.is_idle() {
+            self.comm.engine().turn()?;
+            self.desk.serve(&mut self.comm)?;
+        }
+        Ok(self.comm.engine().wait(handle)?)
     }
 
     /// Calls `f` with every stage of this rank, in model order: to save it, or to go on from what was saved.
@@ -198,9 +243,9 @@ impl<T: Scalar + Element> Trainer<T> {
         Ok(())
     }
 
-    /// Goes on as if so many steps had been done.
-    pub fn resume_at(&mut self, step: u64) {
-        self.step = step;
+    /// Goes on as if so many steps had been done, over so many samples.
+    pub fn resume_at(&mut self, step: u64, samples: u64) {
+        (self.step, self.samples) = (step, samples);
     }
 
     /// Collectives of the job's own, between two steps.

@@ -2,7 +2,8 @@
 //!
 //! The device's thread runs one pass at a time, in the schedule's order; when it may start is the program's business. A pass takes its
 //! inputs from the data set, from the buffers of a crossing, or from a stage of the same rank, runs the stage, and puts its
-//! outputs where the wiring says. What a stage remembers of a microbatch leaves with an Evict, and is put back by the backward pass for which a
+//! outputs where the wiring says. Passes that only look (validation) read and hand on the same way; nothing is remembered for a backward pass,
+//! which then has nothing to compute: its messages travel with whatever is in them, so one program serves both. What a stage remembers of a microbatch leaves with an Evict, and is put back by the backward pass for which a
 //! Load has fetched it.
 
 use std::collections::BTreeMap;
@@ -18,10 +19,12 @@ use super::calls::take_waited;
 use super::feed::{Column, Feed};
 use super::update::Update;
 use crate::chain::{Chain, Setup};
+use crate::data::Split;
 use crate::job::Job;
 use crate::kernels::Kernels as _;
 use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
+use crate::layers::Mode;
 use crate::stage::{Microbatch, MicrobatchId, Port, Role, Stage, Value};
 use crate::stage_rank::shard_dims;
 use crate::wiring::{End, Wiring};
@@ -51,8 +54,12 @@ pub struct Passes<T: Scalar> {
     here: BTreeMap<(usize, Direction, Id), HostBuf<T>>,
     /// What stages remember that is kept elsewhere.
     away: BTreeMap<(StageId, Id), Away>,
+    /// Whether passes learn, or only look.
+    pub mode: Mode,
     /// The step under way.
     pub step: u64,
+    /// The number of its first sample.
+    pub first_sample: u64,
     /// This rank's summands of the loss, so far.
     pub loss: f64,
     pub waited: Waited,
@@ -101,7 +108,9 @@ impl<T: Scalar + Element> Passes<T> {
             feed,
             here: BTreeMap::new(),
             away: BTreeMap::new(),
+            mode: Mode::Train,
             step: 0,
+            first_sample: 0,
             loss: 0.0,
             waited: Waited::default(),
             peak_bytes: 0,
@@ -123,6 +132,12 @@ impl<T: Scalar + Element> Passes<T> {
         let Pass { kind, stage, microbatch } = pass;
         match kind {
             PassKind::F => self.forward(stage, microbatch),
+            PassKind::Optimizer if self.mode == Mode::Evaluate => self.agree(),
+            PassKind::B | PassKind::W | PassKind::BW | PassKind::Evict | PassKind::Load
+                if self.mode == Mode::Evaluate =>
+            {
+                Ok(())
+            }
             PassKind::B => self.backward_input(stage, microbatch),
             PassKind::W => self.backward_weight(stage, microbatch),
             PassKind::BW => {
@@ -197,7 +212,10 @@ impl<T: Scalar + Element> Passes<T> {
         let inputs = inputs.collect::<Result<Vec<_>, PassFailure>>()?;
         let about = self.microbatch(microbatch);
         let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
-        let outputs = stage.chain.forward(about, &stage.params, inputs)?;
+        let outputs = match self.mode {
+            Mode::Train => stage.chain.forward(about, &stage.params, inputs)?,
+            Mode::Evaluate => stage.chain.evaluate(about, &stage.params, inputs)?,
+        };
         for (end, value) in wiring.outputs[id.index()].iter().zip(outputs) {
             match value {
                 Value::Real(buf) => self.hand_over(*end, Direction::Forward, microbatch, buf),
@@ -229,9 +247,13 @@ impl<T: Scalar + Element> Passes<T> {
     fn data(&self, stage: StageId, port: usize, microbatch: Id) -> Result<Value<HostBuf<T>>, PassFailure> {
         let RankStage { chain, setup, .. } = &self.stages[&stage];
         let (port, own) = (&chain.inputs()[port], setup.own_samples());
-        let first = self.step * self.job.batch() + u64::from(microbatch.0) * self.job.samples as u64;
+        let first = self.first_sample + u64::from(microbatch.0) * self.job.samples as u64;
         let samples = first + own.start as u64..first + own.end as u64;
-        Ok(match self.feed.read(&port.name, samples)? {
+        let split = match self.mode {
+            Mode::Train => Split::Training,
+            Mode::Evaluate => Split::Validation,
+        };
+        Ok(match self.feed.read(&port.name, samples, split)? {
             Column::Ids(ids) => Value::Ids(ids),
             Column::Real(values) => {
                 let mut buf = self.kernels.buffer(values.len());

@@ -5,9 +5,10 @@
 //! optimizer pass       wait for the sums; add up tied weights; one norm for all ranks; step; gather what ZeRO dealt out
 //! ```
 //!
-//! Three kinds of gradients are summed in three ways. Most are the sum over `dp`, which with ZeRO-1 each rank needs its own part of
+//! Four kinds of gradients are summed in three ways. Most are the sum over `dp`, which with ZeRO-1 each rank needs its own part of
 //! alone. Those of weights that are whole on all ranks along `tp`, each of which saw some rows only, are summed over all
-//! ranks of the mesh: they are small, and go together. Those of tied weights are needed whole, to be added up with the other stages'.
+//! ranks of the mesh: they are small, and go together. So do those that all ranks along `tp` have alike, of which one counts: were each of
+//! them summed over its own `dp`, in an order that depends on where it lies there, replicas would differ in their last bits. Those of tied weights are needed whole, to be added up with the other stages'.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -27,7 +28,7 @@ use crate::job::Update as Rule;
 use crate::kernels::cpu::HostBuf;
 use crate::kernels::scalar::Scalar;
 use crate::kernels::{BufSlice, Kernels as _, PartMut};
-use crate::optim::{Optimizer, StepNumbers, clip_scale, norm_piece};
+use crate::optim::{Optimizer, StepNumbers, clip_scale, is_split_over_tp, norm_piece};
 use crate::parameter::Parameter;
 use crate::stage::Stage as _;
 use crate::stage_rank::StageRank;
@@ -51,6 +52,8 @@ enum Kind {
     Tied,
     /// Over all ranks of the mesh.
     Partial,
+    /// The same on all ranks along `tp`: over the mesh, where the first one's counts.
+    Replica,
 }
 
 /// Where a sum goes when it is there.
@@ -69,7 +72,7 @@ struct StageUpdate<T> {
     optimizer: Optimizer<HostBuf<T>>,
     /// Complete, and not yet under way.
     ready: Range<usize>,
-    packed: Vec<Range<usize>>,
+    packed: Vec<(Kind, Range<usize>)>,
     under_way: Vec<(Target, Promise<Buffer<T>>)>,
 }
 
@@ -101,6 +104,13 @@ pub struct Outcome {
     pub waited_for_all_s: f64,
 }
 
+impl Outcome {
+    /// Whether weights may be changed by it.
+    pub fn is_finite(&self) -> bool {
+        self.loss.is_finite() && self.grad_norm.is_finite()
+    }
+}
+
 impl<T: Scalar + Element> Update<T> {
     pub fn new(
         rule: Rule,
@@ -122,12 +132,14 @@ impl<T: Scalar + Element> Update<T> {
         parameters: &[Parameter],
         tied: &[&str],
     ) {
+        let several = self.place.tp().size > 1 && self.place.dp().size > 1;
         let kind = |p: &Parameter| {
             let partial = p.grad.partial().map(|partial| partial.axes.clone()).unwrap_or_default();
             let over_tp = partial.iter().any(|axis| p.grad.mesh().axes()[*axis].name == "tp");
             match (over_tp, tied.contains(&p.name.as_str())) {
                 (true, _) => Kind::Partial,
                 (false, true) => Kind::Tied,
+                (false, false) if several && !is_split_over_tp(p) => Kind::Replica,
                 (false, false) => Kind::Plain,
             }
         };
@@ -169,7 +181,15 @@ impl<T: Scalar + Element> Update<T> {
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
         let runs = std::mem::take(&mut update.packed);
         if let (Some(mesh), false) = (self.groups.mesh, runs.is_empty()) {
-            let packed: Vec<T> = runs.iter().flat_map(|run| &grads[run.clone()]).copied().collect();
+            let counts = self.place.tp().rank == 0;
+            let mut packed: Vec<T> = Vec::new();
+            for (kind, run) in &runs {
+                match *kind == Kind::Replica && !counts {
+                    true => packed.resize(packed.len() + run.len(), T::ZERO),
+                    false => packed.extend_from_slice(&grads[run.clone()]),
+                }
+            }
+            let runs = runs.into_iter().map(|(_, run)| run).collect();
             let promise = self.calls.start(mesh, What::AllReduce(Reduction::Sum), &packed, Urgency::Later)?;
             update.under_way.push((Target::Packed(runs), promise));
         }
@@ -185,8 +205,8 @@ impl<T: Scalar + Element> Update<T> {
         for (kind, run) in update.runs(&ready).into_iter().flat_map(|(kind, run)| pieces(kind, run, longest))
         {
             let (group, what) = match (kind, self.groups.dp) {
-                (Kind::Partial, _) => {
-                    update.packed.push(run);
+                (Kind::Partial | Kind::Replica, _) => {
+                    update.packed.push((kind, run));
                     continue;
                 }
                 (_, None) => continue,
@@ -276,7 +296,8 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 }
 
 impl<T: Scalar + Element> Passes<T> {
-    /// The optimizer pass, of all stages of this rank.
+    /// The optimizer pass, of all stages of this rank. A step whose loss or norm is not finite changes no weight: all ranks have the same
+    /// two numbers, so all of them leave it out.
     pub fn update_weights(&mut self) -> Result<(), PassFailure> {
         self.take_sums()?;
         self.add_tied()?;
@@ -284,18 +305,21 @@ impl<T: Scalar + Element> Passes<T> {
         let clip = self.job.update.clip;
         let norm = self.update.outcome.grad_norm;
         let grad_scale = clip.map_or(1.0, |max| clip_scale(norm * norm, max));
+        let is_finite = self.update.outcome.is_finite();
         let numbers = StepNumbers { learning_rate: self.update.outcome.learning_rate, grad_scale };
         for (id, stage) in &mut self.stages {
             let update = self.update.stages.get_mut(id).ok_or("no such stage here")?;
-            let start = update.optimizer.shard().start;
-            let params = PartMut { buf: &mut stage.params, start };
-            update.optimizer.step(&*self.kernels, numbers, params, BufSlice { buf: &stage.grads, start });
+            if is_finite {
+                let start = update.optimizer.shard().start;
+                let params = PartMut { buf: &mut stage.params, start };
+                update.optimizer.step(&*self.kernels, numbers, params, BufSlice { buf: &stage.grads, start });
+            }
             let len = stage.grads.len();
             self.kernels.fill(T::ZERO, (&mut stage.grads).into(), len);
             stage.done = 0;
             update.ready = len..len;
         }
-        self.gather_weights()
+        if is_finite { self.gather_weights() } else { Ok(()) }
     }
 
     /// Puts the sums where the summands were.
@@ -363,7 +387,7 @@ impl<T: Scalar + Element> Passes<T> {
     }
 
     /// One loss and one norm for all ranks.
-    fn agree(&mut self) -> Result<(), PassFailure> {
+    pub(super) fn agree(&mut self) -> Result<(), PassFailure> {
         let mut sums = [0.0; 2];
         let is_first = self.update.place.tp().rank == 0;
         sums[0] = if is_first { self.loss } else { 0.0 };

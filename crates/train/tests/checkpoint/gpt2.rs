@@ -87,6 +87,24 @@ fn there_and_back() {
     }
 }
 
+/// A rank that loads its stages does not notice what none of them asks for; somebody has to.
+#[test]
+fn tensors_that_a_model_has_no_use_for_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = saved(&config(false), "A{dp:1}", folder.path());
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let check = |config: &GptConfig| checkpoint.check_model(&parameters(config, &StageRank::alone()));
+    check(&config(false)).unwrap();
+    let fewer = check(&GptConfig { layers: 1, ..config(false) }).unwrap_err().to_string();
+    assert!(fewer.contains("the model has no use for 12 of its tensors, such as `h.1."), "{fewer}");
+    let tied = check(&config(true)).unwrap_err().to_string();
+    assert!(tied.contains("no use for 1 of its tensors, such as `lm_head.weight`"), "{tied}");
+    let more = check(&GptConfig { layers: 3, ..config(false) }).unwrap_err().to_string();
+    assert!(more.contains("it has no tensor `h.2."), "{more}");
+    let wider = check(&GptConfig { hidden: 32, ..config(false) }).unwrap_err().to_string();
+    assert!(wider.contains("`h.0.mlp.c_fc.weight` has the shape [20, 31], the model [20, 32]"), "{wider}");
+}
+
 #[test]
 fn the_file_has_the_names_and_shapes_of_transformers() {
     let folder = tempfile::tempdir().unwrap();
@@ -192,6 +210,29 @@ fn what_is_no_gpt2_is_refused_by_name() {
     refused(&other, None, "`ln_f.bias` has the shape [4, 5], not [20]");
     refused(&good, Some(r#"{"activation_function": "relu"}"#), "activation_function is \"relu\"");
     refused(&good, Some("{"), "config.json: it is no JSON");
+    // The last layers are missing, which only the config tells.
+    let short =
+        good.iter().filter(|t| !t.0.starts_with("h.1.")).map(|(n, t)| (n.clone(), t.clone())).collect();
+    refused(
+        &short,
+        Some(r#"{"n_layer": 2}"#),
+        "its tensors have n_layer 1, and the config.json beside it says 2",
+    );
+    refused(&good, Some(r#"{"n_embd": 24}"#), "n_embd 20, and the config.json beside it says 24");
+    refused(&good, Some(r#"{"vocab_size": 14}"#), "vocab_size 13, and the config.json");
+    let mut other = good.clone();
+    other.insert("transformer.ln_f.bias".into(), (Dtype::F32, vec![20], vec![0; 80]));
+    refused(&other, None, "`transformer.ln_f.bias` and `ln_f.bias` are two tensors of one name");
+    let refused = |bytes: &[u8], word: &str| {
+        std::fs::write(&file, bytes).unwrap();
+        let error = gpt2::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
+        assert!(error.to_string().contains(word), "{error}");
+    };
+    refused(br#"{"metadata": {"total_size": 1}, "weight_map": {}}"#, "the index of a model in several files");
+    let entry = r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#;
+    let twice = format!(r#"{{"wte.weight":{entry},"wte.weight":{entry}}}"#);
+    let bytes = [&(twice.len() as u64).to_le_bytes()[..], twice.as_bytes(), &[0; 4]].concat();
+    refused(&bytes, "two tensors are called `wte.weight`");
     std::fs::write(&file, b"\x80\x02}q\x00.....").unwrap();
     let error = gpt2::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
     assert!(error.to_string().contains("no safetensors file"), "{error}");

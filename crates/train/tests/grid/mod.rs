@@ -15,6 +15,7 @@ use crossmesh_core::reshard::PlanOptions;
 use crossmesh_core::schedule::{Backward, Name, Spec, generate};
 use crossmesh_core::step::PassTimes;
 use crossmesh_train::chain::Model;
+use crossmesh_train::data::Split;
 use crossmesh_train::job::{Job, Team, Update};
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::kernels::scalar::Scalar;
@@ -153,8 +154,8 @@ fn mixed(a: u64, b: u64) -> u64 {
 }
 
 impl Feed for Pattern {
-    fn read(&self, port: &str, samples: Range<u64>) -> Result<Column, PassFailure> {
-        let salt = port.bytes().map(u64::from).sum::<u64>();
+    fn read(&self, port: &str, samples: Range<u64>, split: Split) -> Result<Column, PassFailure> {
+        let salt = port.bytes().map(u64::from).sum::<u64>() + 31 * u64::from(split == Split::Validation);
         let number = |sample: u64, i: usize| mixed(sample * 7919 + salt, i as u64);
         let ids = |dims: usize, classes: usize| {
             let of = |sample| (0..dims).map(move |i| (number(sample, i) % classes as u64) as i32);
@@ -222,7 +223,7 @@ pub fn plain() -> Update {
 }
 
 pub fn adamw() -> Update {
-    let rate = Rate { peak: 1e-2, warmup_steps: 3, total_steps: 30, floor: 1e-3 };
+    let rate = Rate { peak: 1e-2, warmup_steps: 3, total_steps: 30, floor: 1e-3, decay_steps: None };
     Update::new(OptimizerConfig::ADAMW, rate)
 }
 

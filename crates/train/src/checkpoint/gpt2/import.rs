@@ -15,7 +15,9 @@ use super::super::snapshot::Snapshot;
 use super::super::state::{Moments, Sharding, StageState};
 use super::super::store::Store;
 use super::super::tensor_file::{Entry, Header};
-use super::{HEAD, PREFIX, foreign, model_json, parameters};
+use super::{HEAD, PREFIX, foreign, model_json};
+use crate::chain::parameters;
+use crate::kernels::cpu::Cpu;
 use crate::kernels::scalar::Scalar;
 use crate::models::gpt::{Gpt, GptConfig};
 use crate::parameter::Parameter;
@@ -53,7 +55,7 @@ pub fn import<T: Scalar>(
     foreign.check_config()?;
     let config = foreign.gpt_config(heads)?;
     let model = Gpt::new(config.clone()).map_err(|e| foreign.wrong(e.to_string()))?;
-    let parameters = parameters::<T>(&model);
+    let parameters = parameters::<Cpu<T>>(&model);
     foreign.check_names(&parameters, config.tied)?;
     let mut values = vec![T::ZERO; parameters.last().map_or(0, |p| p.range.end)];
     for parameter in &parameters {
@@ -127,6 +129,22 @@ impl Foreign {
         let ((vocab, width), (context, _)) = (dims("wte.weight")?, dims("wpe.weight")?);
         let layers = (0..).take_while(|l| self.entry(&format!("h.{l}.ln_1.weight")).is_some()).count();
         let number = |key: &str| self.config.get(key).and_then(Value::as_f64);
+        let hidden = dims("h.0.mlp.c_fc.weight")?.1;
+        let sizes = [
+            ("vocab_size", vocab),
+            ("n_positions", context),
+            ("n_embd", width),
+            ("n_layer", layers),
+            ("n_inner", hidden),
+        ];
+        for (key, found) in sizes {
+            // `n_inner` is null where it is four times the width.
+            if let Some(said) = number(key).filter(|said| *said != found as f64) {
+                return Err(self.wrong(format!(
+                    "its tensors have {key} {found}, and the config.json beside it says {said}\nhint: they are not of one model, or the file is cut short"
+                )));
+            }
+        }
         let heads = heads.or(number("n_head").map(|n| n as usize)).ok_or_else(|| {
             self.wrong(
                 "there is no config.json beside it, so nobody knows its heads\nhint: give their number",
@@ -134,7 +152,7 @@ impl Foreign {
         })?;
         let new = GptConfig::new(vocab, context, width, layers, heads);
         Ok(GptConfig {
-            hidden: dims("h.0.mlp.c_fc.weight")?.1,
+            hidden,
             tied: self.tied(),
             dropout: number("resid_pdrop").unwrap_or(new.dropout),
             epsilon: number("layer_norm_epsilon").unwrap_or(new.epsilon),
@@ -152,6 +170,11 @@ impl Foreign {
     fn check_names(&self, parameters: &[Parameter], tied: bool) -> Result<(), CheckpointError> {
         for key in self.header.entries.keys() {
             let name = key.strip_prefix(PREFIX).unwrap_or(key);
+            if name != key && self.header.entries.contains_key(name) {
+                return Err(self.wrong(format!(
+                    "`{key}` and `{name}` are two tensors of one name\nhint: keep one of them"
+                )));
+            }
             // Masks that older files carry along; a head that is the table of tokens again.
             let of_no_use = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
             let known = parameters.iter().any(|p| p.name == name) || (tied && name == HEAD);

@@ -22,11 +22,8 @@ use serde_json::{Value, json};
 use super::error::CheckpointError;
 use super::load::Checkpoint;
 use super::manifest::VALUE;
-use crate::chain::{Model, Setup};
-use crate::kernels::cpu::Cpu;
-use crate::kernels::scalar::Scalar;
-use crate::models::gpt::{Gpt, GptConfig};
-use crate::parameter::{Parameter, Parameters};
+use crate::models::gpt::GptConfig;
+use crate::parameter::Parameter;
 
 /// What transformers puts before all names but that of the head.
 const PREFIX: &str = "transformer.";
@@ -63,16 +60,6 @@ pub fn gpt_config(checkpoint: &Checkpoint) -> Result<GptConfig, CheckpointError>
         epsilon: number("epsilon").unwrap_or(new.epsilon),
         ..new
     })
-}
-
-/// The parameters of a whole GPT on one rank.
-fn parameters<T: Scalar>(model: &Gpt) -> Vec<Parameter> {
-    let setup = Setup::alone(1, 0);
-    let mut parameters = Parameters::new::<T>(&setup.place);
-    for unit in 0..model.config().layers + 2 {
-        let _ = Model::<Cpu<T>>::unit(model, unit, &setup, &mut parameters);
-    }
-    parameters.into_list()
 }
 
 /// A parameter's name and shape in transformers.

@@ -12,7 +12,7 @@ fn packed(texts: &[String]) -> (TempDir, PathBuf, Vec<u32>) {
     let inputs: Vec<PathBuf> = (0..texts.len()).map(|i| folder.path().join(format!("in{i}"))).collect();
     inputs.iter().zip(texts).for_each(|(path, text)| std::fs::write(path, text).unwrap());
     let file = folder.path().join("out.tokens");
-    pack(&inputs, &Encoder::bytes(), &file, 2, &mut |_| {}).unwrap();
+    pack(&inputs, &Encoder::bytes(&Default::default()).unwrap(), &file, 2, &mut |_| {}).unwrap();
     let document = |text: &String| text.bytes().map(u32::from).chain([256]).collect::<Vec<_>>();
     let ids = texts.iter().flat_map(document).collect();
     (folder, file, ids)
@@ -124,11 +124,17 @@ fn packing_that_fails_leaves_the_old_file() {
     let (folder, path, ids) = packed(&["good".to_string()]);
     let bad = folder.path().join("bad");
     std::fs::write(&bad, b"\xff").unwrap();
-    let again = pack(&[bad], &Encoder::bytes(), &path, 1, &mut |_| {});
+    let again = pack(&[bad], &Encoder::bytes(&Default::default()).unwrap(), &path, 1, &mut |_| {});
     assert!(matches!(again, Err(DataError::NotUtf8 { offset: 0, .. })), "{again:?}");
     assert_eq!(read_all(&path).unwrap(), ids);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3, "in0, out.tokens, bad");
-    let error = pack(&[folder.path().join("in0")], &Encoder::bytes(), folder.path(), 1, &mut |_| {});
+    let error = pack(
+        &[folder.path().join("in0")],
+        &Encoder::bytes(&Default::default()).unwrap(),
+        folder.path(),
+        1,
+        &mut |_| {},
+    );
     assert!(error.unwrap_err().to_string().contains("cannot write"));
 }
 
@@ -137,7 +143,7 @@ fn progress_ends_at_the_end() {
     let (folder, path, ids) = packed(&["a".repeat(600_000), "b".to_string()]);
     let inputs = [folder.path().join("in0"), folder.path().join("in1")];
     let mut seen = Vec::new();
-    pack(&inputs, &Encoder::bytes(), &path, 1, &mut |p| seen.push(p)).unwrap();
+    pack(&inputs, &Encoder::bytes(&Default::default()).unwrap(), &path, 1, &mut |p| seen.push(p)).unwrap();
     let last = PackProgress { bytes_done: 600_001, bytes: 600_001, tokens: ids.len() as u64 };
     assert!(seen.len() >= 3 && seen.is_sorted_by_key(|p| p.bytes_done));
     assert_eq!(seen.last(), Some(&last));
@@ -164,7 +170,7 @@ proptest! {
         let (folder, path, stream) = packed(&texts);
         let spec = WindowSpec { context, validation_share: share, seed };
         let inputs: Vec<PathBuf> = (0..texts.len()).map(|i| folder.path().join(format!("in{i}"))).collect();
-        let text = Text::read(&inputs, &Encoder::bytes(), 1).unwrap();
+        let text = Text::read(&inputs, &Encoder::bytes(&Default::default()).unwrap(), 1).unwrap();
         let of_text = Tokens::new(Source::Text(text), spec);
         let of_file = Tokens::new(Source::File(TokenFile::open(&path).unwrap()), spec);
         let held_out = (stream.len() as f64 * share) as usize;

@@ -44,9 +44,17 @@ enum Kind {
 }
 
 impl Encoder {
-    /// A byte is an id; 256 ends a document.
-    pub fn bytes() -> Self {
-        Self { kind: Kind::Bytes, vocab: 257, end: Some(256), checksum: 0 }
+    /// A byte is an id; 256 ends a document, unless nothing should.
+    pub fn bytes(end: &DocumentEnd) -> Result<Self, DataError> {
+        let end = match end {
+            DocumentEnd::Usual => Some(256),
+            DocumentEnd::Nothing => None,
+            DocumentEnd::Token(token) => {
+                let hint = "leave it out (256 ends a document), or say `none`";
+                return Err(DataError::value("end", token, "bytes have no such token", hint));
+            }
+        };
+        Ok(Self { kind: Kind::Bytes, vocab: 256 + usize::from(end.is_some()), end, checksum: 0 })
     }
 
     /// A Hugging Face tokenizer.json.
@@ -100,6 +108,29 @@ impl Encoder {
 
     pub fn is_bytes(&self) -> bool {
         matches!(self.kind, Kind::Bytes)
+    }
+
+    /// The ids of a text that is no document: nothing ends it.
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        self.encode(&Piece { file: "the prompt".into(), offset: 0, text: text.to_string(), last: false })
+    }
+
+    /// The text of ids, without what ends documents. Bytes that are no character yet are shown as such.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
+        let said: Vec<u32> = ids.iter().copied().filter(|id| Some(*id) != self.end).collect();
+        match &self.kind {
+            Kind::Bytes => {
+                let bytes: Vec<u8> = said.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            #[cfg(feature = "tokenizers")]
+            Kind::Tokenizer(tokenizer) => {
+                tokenizer.decode(&said, false).map_err(|error| DataError::Tokenizer {
+                    file: "the tokenizer".into(),
+                    reason: format!("it cannot put ids together: {error}"),
+                })
+            }
+        }
     }
 
     pub(super) fn encode(&self, piece: &Piece) -> Result<Vec<u32>, DataError> {

@@ -13,7 +13,7 @@ fn folder(files: &[(&str, &[u8])]) -> TempDir {
 }
 
 fn read(path: &Path) -> Result<Text, DataError> {
-    Text::read(&[path.to_path_buf()], &Encoder::bytes(), 2)
+    Text::read(&[path.to_path_buf()], &Encoder::bytes(&Default::default()).unwrap(), 2)
 }
 
 fn pieces(path: &Path, size: usize) -> Result<Vec<Piece>, DataError> {
@@ -97,7 +97,10 @@ fn a_bad_byte_is_found_in_any_piece() {
 fn threads_change_nothing() {
     let long: Vec<u8> = (0..3 * reader::PIECE_BYTES).map(|i| b"abc def\n"[i * i % 8]).collect();
     let folder = folder(&[("a", &long), ("b", b"short"), ("c", &long[7..])]);
-    let with = |threads| Text::read(&[folder.path().to_path_buf()], &Encoder::bytes(), threads).unwrap();
+    let with = |threads| {
+        Text::read(&[folder.path().to_path_buf()], &Encoder::bytes(&Default::default()).unwrap(), threads)
+            .unwrap()
+    };
     let one = with(1);
     assert_eq!(one.ids.len(), 2 * long.len() - 7 + 5 + 3);
     assert!((2..6).all(|threads| with(threads) == one));

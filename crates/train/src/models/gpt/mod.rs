@@ -17,7 +17,7 @@ use std::ops::Range;
 use crate::chain::{Interface, Model, Setup, Shape, Tensor, Unit};
 use crate::kernels::Kernels;
 use crate::layers::branch::Geometry;
-use crate::models::{ConfigError, positive};
+use crate::models::{ConfigError, few, positive, product};
 use crate::parameter::Parameters;
 use crate::stage::Role;
 
@@ -41,7 +41,7 @@ pub struct GptConfig {
 impl GptConfig {
     /// GPT-2's proportions: a hidden layer of four times the width, tied embeddings, no dropout.
     pub fn new(vocab: usize, context: usize, width: usize, layers: usize, heads: usize) -> Self {
-        let (hidden, tied, dropout, epsilon) = (4 * width, true, 0.0, 1e-5);
+        let (hidden, tied, dropout, epsilon) = (width.saturating_mul(4), true, 0.0, 1e-5);
         Self { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon }
     }
 }
@@ -61,6 +61,14 @@ impl Gpt {
             ("heads", config.heads),
             ("hidden", config.hidden),
         ])?;
+        few("layers", config.layers)?;
+        let GptConfig { width, hidden, vocab, context, layers, .. } = config;
+        let depth = layers.max(1);
+        product("context", context, &[context, width])?;
+        product("vocab", vocab, &[vocab, width])?;
+        product("context", context, &[context, context])?;
+        product("width", width, &[depth, 4, width, width])?;
+        product("hidden", hidden, &[depth, 2, hidden, width])?;
         if !config.width.is_multiple_of(config.heads) {
             let reason = format!("{} columns do not divide among them", config.width);
             return Err(ConfigError::new("heads", config.heads, reason, "use a divisor of the width"));

@@ -1,0 +1,117 @@
+//! Token by token with a cache, held against reading everything again for every token.
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::Arc;
+
+use crossmesh_core::id::Rank;
+use crossmesh_train::chain::{Chain, Setup};
+use crossmesh_train::checkpoint::{Checkpoint, Facts, Moments, Sharding, Snapshot, StageState, Store, gpt2};
+use crossmesh_train::generate::{Generator, Sampling};
+use crossmesh_train::group::Alone;
+use crossmesh_train::kernels::cpu::Cpu;
+use crossmesh_train::kernels::random::Stream;
+use crossmesh_train::models::gpt::{Gpt, GptConfig};
+use crossmesh_train::stage::{Microbatch, MicrobatchId, Stage, Value};
+use crossmesh_train::stage_rank::StageRank;
+
+/// The whole model without its head, on full contexts, and the head by hand.
+struct Slow {
+    config: GptConfig,
+    body: Chain<Cpu<f64>>,
+    parameters: Vec<crossmesh_train::parameter::Parameter>,
+    values: Vec<f64>,
+}
+
+impl Slow {
+    /// Weights that matter: none is zero or one.
+    fn new(config: &GptConfig) -> Self {
+        let model = Gpt::new(config.clone()).unwrap();
+        let parameters = crossmesh_train::chain::parameters::<Cpu<f64>>(&model);
+        let mut values = vec![0.0; parameters.last().unwrap().range.end];
+        for p in &parameters {
+            let (stream, around) =
+                (Stream::named(5, &p.name), if p.name.contains("ln_") { 1.0 } else { 0.0 });
+            values[p.range.clone()]
+                .iter_mut()
+                .zip(0..)
+                .for_each(|(v, i)| *v = around + 0.2 * stream.normal(i));
+        }
+        let units = 0..config.layers + 1;
+        let setup = Setup::alone(1, 0);
+        let body = Chain::new(&model, units, Arc::new(Cpu::new(1)), Arc::new(Alone), setup).unwrap();
+        Self { config: config.clone(), body, parameters, values }
+    }
+
+    fn save(&self, folder: &Path) -> Checkpoint {
+        let (place, store) = (StageRank::alone(), Store::new(folder, NonZeroUsize::MIN));
+        let moments = Moments { names: &[], values: vec![], shard: 0..0, sharding: Sharding::Replicated };
+        let (parameters, values) = (&self.parameters, &self.values);
+        let state = StageState { parameters, place: &place, values, moments, elsewhere: &[] };
+        let snapshot = Snapshot::take(0, Rank(0), &[state]).unwrap();
+        let (model, run) = (gpt2::model_json(&self.config), serde_json::Value::Null);
+        let facts = Facts { step: 0, samples: 0, seed: 1, model, run, optimizer: None };
+        Checkpoint::open(&store.commit(&facts, &[store.write(snapshot).report()]).unwrap()).unwrap()
+    }
+
+    fn tensor(&self, name: &str) -> &[f64] {
+        &self.values[self.parameters.iter().find(|p| p.name == name).unwrap().range.clone()]
+    }
+
+    /// What comes behind these tokens: a pass over all of them, filled up to the context.
+    fn logits(&mut self, tokens: &[i32]) -> Vec<f64> {
+        let GptConfig { context, width, vocab, tied, epsilon, .. } = self.config;
+        let mut ids = tokens.to_vec();
+        ids.resize(context, 0);
+        let microbatch = Microbatch { id: MicrobatchId(0), step: 0, first_sample: 0, batch_samples: 1 };
+        // The body has the first parameters, and a tied head no further table.
+        let held = self.body.parameters().last().unwrap().range.end;
+        let params = self.values[..held].to_vec().into();
+        let out = self.body.evaluate(microbatch, &params, vec![Value::Ids(ids)]).unwrap().remove(0);
+        let Value::Real(h) = out else { panic!("a hidden state") };
+        let row = &h[(tokens.len() - 1) * width..tokens.len() * width];
+        let mean = row.iter().sum::<f64>() / width as f64;
+        let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
+        let (gamma, beta) = (self.tensor("ln_f.weight"), self.tensor("ln_f.bias"));
+        let normed = |i: usize| (row[i] - mean) / (variance + epsilon).sqrt() * gamma[i] + beta[i];
+        let table = self.tensor(if tied { "wte.weight" } else { "lm_head.weight" });
+        (0..vocab).map(|v| (0..width).map(|i| normed(i) * table[v * width + i]).sum()).collect()
+    }
+}
+
+fn close(got: &[f64], wanted: &[f64], what: &str) {
+    let largest = wanted.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+    for (a, b) in got.iter().zip(wanted) {
+        assert!((a - b).abs() <= 1e-10 * largest, "{what}: {a} for {b}");
+    }
+}
+
+#[test]
+fn every_token_is_what_reading_everything_again_says() {
+    for (tied, heads, layers) in [(true, 5, 3), (false, 1, 2), (true, 4, 1)] {
+        let config = GptConfig { tied, hidden: 31, ..GptConfig::new(13, 9, 20, layers, heads) };
+        let mut slow = Slow::new(&config);
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = slow.save(folder.path());
+        for prompt in 1..=4 {
+            let mut fast = Generator::<f64>::load(&checkpoint, 1).unwrap();
+            assert_eq!(fast.cache_elements(), 2 * layers * 20 * 9);
+            let mut tokens: Vec<i32> = (0..prompt).map(|i| (7 * i + prompt) % 13).collect();
+            let mut logits = fast.next(&tokens);
+            while tokens.len() < config.context {
+                close(&logits, &slow.logits(&tokens), &format!("{config:?}, {tokens:?}"));
+                tokens.push(Sampling::GREEDY.choose(&logits, 0) as i32);
+                logits = fast.next(&tokens[tokens.len() - 1..]);
+            }
+            close(&logits, &slow.logits(&tokens), "a full context");
+            // Behind it, the newer half is what counts, and then grows again.
+            tokens.push(2);
+            close(&fast.next(&[2]), &slow.logits(&tokens[tokens.len() - 4..]), "behind the context");
+            close(
+                &fast.next(&[1, 3]),
+                &slow.logits(&[&tokens[tokens.len() - 4..], &[1, 3]].concat()),
+                "further on",
+            );
+        }
+    }
+}
