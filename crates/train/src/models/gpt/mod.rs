@@ -8,18 +8,17 @@
 //!                                                           ^ targets
 //! ```
 
-mod block;
-mod embed;
-mod head;
+mod units;
 
 use std::ops::Range;
 
-use crate::chain::{Interface, Model, Setup, Shape, Tensor, Unit};
+use crate::chain::{Interface, Model, Setup, Shape, Tensor};
+use crate::graph::{Builder, Unit};
 use crate::kernels::Kernels;
-use crate::layers::branch::Geometry;
 use crate::models::{ConfigError, positive};
 use crate::parameter::Parameters;
 use crate::stage::Role;
+use units::Units;
 
 /// Sizes of a GPT.
 #[derive(Debug, Clone, PartialEq)]
@@ -139,21 +138,15 @@ impl<K: Kernels> Model<K> for Gpt {
         Interface { takes: h(), reads: vec![self.ids("targets")], gives: vec![loss] }
     }
 
-    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Box<dyn Unit<K>> {
-        let geometry = Geometry::new(setup, self.config.context, self.config.width);
-        if unit == 0 {
-            Box::new(embed::Embed::new(&self.config, geometry, parameters))
-        } else if unit <= self.config.layers {
-            Box::new(block::Block::new(&self.config, unit - 1, geometry, parameters))
-        } else {
-            Box::new(head::Head::new(&self.config, geometry, parameters))
-        }
+    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Unit<K> {
+        let units = Units::new(&self.config, setup, Builder::new(setup.team(), parameters));
+        let graph = match unit {
+            0 => units.embed(),
+            unit if unit <= self.config.layers => units.block(unit - 1),
+            _ => units.head(),
+        };
+        Unit::new(graph, setup.recompute)
     }
-}
-
-/// Where a model drops elements; `rows` of a sample.
-fn site(config: &GptConfig, id: u32) -> crate::layers::Site {
-    crate::layers::Site { id, rate: config.dropout, rows: config.context }
 }
 
 /// GPT-2's deviation of initial weights.

@@ -1,0 +1,168 @@
+//! Puts graphs together. Where a value lies otherwise than an op wants it, a reshard goes between them.
+
+use crate::group::chunked;
+use crate::kernels::Kernels;
+use crate::parameter::Parameters;
+use crate::stage_rank::Along;
+
+use super::op::Op;
+use super::ops::reshard::Reshard;
+use super::{Axis, Kind, Lie, Spread, Typed, Val};
+
+/// The axes along which ranks compute a pass together, and where this rank is along each.
+#[derive(Debug, Clone)]
+pub struct Team {
+    pub axes: Vec<Along>,
+}
+
+impl Team {
+    pub fn along(&self, axis: Axis) -> Along {
+        self.axes[axis.0]
+    }
+
+    /// Everywhere alike.
+    pub fn whole(&self) -> Lie {
+        Lie::of(vec![Spread::Whole; self.axes.len()])
+    }
+}
+
+/// When an op's result is computed again instead of kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Keep {
+    Always,
+    /// It costs next to nothing: computed again wherever it is needed.
+    Never,
+    /// Of the insides of attention: as the setup says.
+    Attention,
+}
+
+/// An op and its values.
+pub(super) struct Node<K: Kernels> {
+    pub op: Box<dyn Op<K>>,
+    pub ins: Vec<Val>,
+    pub out: Val,
+    pub keep: Keep,
+    /// The output is the input: nothing happens in F.
+    pub same: bool,
+}
+
+/// What happens to an input that units behind may look at too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Access {
+    Takes,
+    Reads,
+}
+
+/// A value that comes in by name.
+#[derive(Debug, Clone)]
+pub(super) struct Input {
+    pub name: String,
+    pub val: Val,
+    pub access: Access,
+    /// Whether somebody waits for its gradient.
+    pub gradient: bool,
+}
+
+/// A graph on its way.
+pub struct Builder<'a, 'p, K: Kernels> {
+    pub team: Team,
+    pub parameters: &'a mut Parameters<'p>,
+    pub(super) values: Vec<Typed>,
+    pub(super) nodes: Vec<Node<K>>,
+    pub(super) inputs: Vec<Input>,
+    pub(super) outputs: Vec<(String, Val)>,
+}
+
+impl<'a, 'p, K: Kernels> Builder<'a, 'p, K> {
+    pub fn new(team: Team, parameters: &'a mut Parameters<'p>) -> Self {
+        Self { team, parameters, values: vec![], nodes: vec![], inputs: vec![], outputs: vec![] }
+    }
+
+    pub fn typed(&self, val: Val) -> &Typed {
+        &self.values[val.index()]
+    }
+
+    /// A matrix of numbers that lies so.
+    pub fn matrix(&self, all_rows: usize, cols: usize, lie: Lie) -> Typed {
+        let rows = match lie.value.iter().position(|&s| s == Spread::Rows) {
+            Some(axis) => {
+                let Along { rank, size } = self.team.axes[axis];
+                chunked(all_rows, 1, size)[rank].clone()
+            }
+            None => 0..all_rows,
+        };
+        Typed { kind: Kind::Real, all_rows, cols, lie, rows }
+    }
+
+    /// A tensor that an earlier unit gave and nobody behind needs.
+    pub fn take(&mut self, name: &str, typed: Typed) -> Val {
+        self.input(name, typed, Access::Takes, true)
+    }
+
+    /// A tensor to look at; its gradient is added to that of others who look at it.
+    pub fn read(&mut self, name: &str, typed: Typed) -> Val {
+        self.input(name, typed, Access::Reads, true)
+    }
+
+    /// Numbers of the data set.
+    pub fn data(&mut self, name: &str, typed: Typed) -> Val {
+        self.input(name, typed, Access::Reads, false)
+    }
+
+    /// Ids of the data set, one a row.
+    pub fn ids(&mut self, name: &str, rows: usize) -> Val {
+        let typed = self.matrix(rows, 1, self.team.whole());
+        self.input(name, Typed { kind: Kind::Ids, ..typed }, Access::Reads, false)
+    }
+
+    fn input(&mut self, name: &str, typed: Typed, access: Access, gradient: bool) -> Val {
+        let val = self.value(typed);
+        self.inputs.push(Input { name: name.into(), val, access, gradient });
+        val
+    }
+
+    /// Hands a value to the units behind.
+    pub fn give(&mut self, name: &str, val: Val) {
+        self.outputs.push((name.into(), val));
+    }
+
+    fn value(&mut self, typed: Typed) -> Val {
+        self.values.push(typed);
+        Val(self.values.len() as u32 - 1)
+    }
+
+    /// Another op.
+    pub(super) fn push(&mut self, op: impl Op<K> + 'static, ins: &[Val], out: Typed, keep: Keep) -> Val {
+        self.add(Box::new(op), ins, out, keep, false)
+    }
+
+    fn add(&mut self, op: Box<dyn Op<K>>, ins: &[Val], out: Typed, keep: Keep, same: bool) -> Val {
+        let out = self.value(out);
+        self.nodes.push(Node { op, ins: ins.to_vec(), out, keep, same });
+        out
+    }
+
+    /// The value as an op wants it to lie.
+    pub fn want(&mut self, mut x: Val, lie: &Lie) -> Val {
+        for axis in (0..self.team.axes.len()).map(Axis) {
+            let now = self.typed(x).clone();
+            let at = |lie: &Lie| (lie.value[axis.0], lie.gradient[axis.0]);
+            if at(&now.lie) == at(lie) {
+                continue;
+            }
+            let mut next = now.lie.clone();
+            (next.value[axis.0], next.gradient[axis.0]) = at(lie);
+            let out = self.matrix(now.all_rows, now.cols, next);
+            let reshard = Reshard::new(
+                axis,
+                self.team.along(axis).size,
+                (now.all_rows, now.cols),
+                at(&now.lie),
+                at(lie),
+            );
+            let same = reshard.is_same();
+            x = self.add(Box::new(reshard), &[x], out, Keep::Always, same);
+        }
+        x
+    }
+}

@@ -1,0 +1,160 @@
+//! Norms with a gain and a shift.
+//!
+//! The gradients of gain and shift are sums over the very rows that B walks over, so B computes them too, and W only adds them
+//! to the others: a delayed W needs two rows of numbers instead of two tensors.
+
+use crate::graph::build::{Builder, Keep};
+use crate::graph::op::{Arg, Born, Ctx, Extra, Made, Needs, Op, Reads, Saved};
+use crate::graph::{Spread, Val};
+use crate::kernels::{GroupNorm, Kernels, NormGrad, NormSaved, NormWeights, Normed, PartMut, Rows};
+use crate::parameter::{Declaration, Init};
+use crate::stage::{StageError, Value};
+
+/// What is normalised together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Over {
+    /// Every row.
+    Rows(Rows),
+    /// Every group of channels of every sample.
+    Groups(GroupNorm),
+}
+
+impl Over {
+    fn channels(self) -> usize {
+        match self {
+            Over::Rows(size) => size.cols,
+            Over::Groups(size) => size.channels,
+        }
+    }
+
+    fn len(self) -> usize {
+        match self {
+            Over::Rows(size) => size.len(),
+            Over::Groups(size) => size.samples * size.pixels * size.channels,
+        }
+    }
+
+    fn stats(self) -> usize {
+        match self {
+            Over::Rows(size) => 2 * size.rows,
+            Over::Groups(size) => 2 * size.samples * size.groups,
+        }
+    }
+}
+
+/// A norm to be declared: `name.weight` and `name.bias`.
+#[derive(Debug, Clone)]
+pub struct NormSpec<'a> {
+    pub name: &'a str,
+    pub epsilon: f64,
+}
+
+struct Norm {
+    over: Over,
+    gamma: usize,
+    beta: usize,
+    epsilon: f64,
+}
+
+impl<K: Kernels> Builder<'_, '_, K> {
+    /// Every row by itself.
+    pub fn layer_norm(&mut self, x: Val, spec: &NormSpec<'_>) -> Val {
+        let size = self.typed(x).size();
+        self.normed(x, spec, &[size.cols], None, Over::Rows(size))
+    }
+
+    /// Groups of channels of images of `pixels` pixels. Where channels are split, whole groups are.
+    pub fn group_norm(
+        &mut self,
+        x: Val,
+        spec: &NormSpec<'_>,
+        pixels: usize,
+        groups: usize,
+        each: usize,
+    ) -> Val {
+        let size = self.typed(x).size();
+        let over =
+            GroupNorm { samples: size.rows / pixels, pixels, channels: size.cols, groups: size.cols / each };
+        match self.typed(x).split(Spread::Columns) {
+            Some(_) => self.normed(x, spec, &[groups, each], Some(0), Over::Groups(over)),
+            None => self.normed(x, spec, &[groups * each], None, Over::Groups(over)),
+        }
+    }
+
+    fn normed(
+        &mut self,
+        x: Val,
+        spec: &NormSpec<'_>,
+        shape: &[usize],
+        split: Option<usize>,
+        over: Over,
+    ) -> Val {
+        let partial_over_tp = self.typed(x).split(Spread::Rows).is_some();
+        let mut declare = |kind: &str, init: Init| {
+            let name = format!("{}.{kind}", spec.name);
+            let declaration = Declaration { name, shape, split, init, decay: false, partial_over_tp };
+            self.parameters.declare(declaration).start
+        };
+        let (gamma, beta) = (declare("weight", Init::Ones), declare("bias", Init::Zeros));
+        let op = Norm { over, gamma, beta, epsilon: spec.epsilon };
+        let out = self.typed(x).clone();
+        self.push(op, &[x], out, Keep::Always)
+    }
+}
+
+impl<K: Kernels> Op<K> for Norm {
+    fn name(&self) -> &'static str {
+        "norm"
+    }
+
+    fn needs(&self) -> Needs {
+        Needs {
+            backward: Reads { ins: vec![0], extras: vec![0], gradient: true, ..Reads::default() },
+            weights: Reads { extras: vec![1], ..Reads::default() },
+            adds_to: Some(0),
+            ..Needs::default()
+        }
+    }
+
+    /// Means and deviations; the gradients of gain and shift.
+    fn extras(&self) -> Vec<Extra> {
+        let stats = Extra { len: self.over.stats(), born: Born::Forward };
+        vec![stats, Extra { len: 2 * self.over.channels(), born: Born::Backward }]
+    }
+
+    fn has_weights(&self) -> bool {
+        true
+    }
+
+    fn forward(&self, ctx: &Ctx<'_, K>, ins: Vec<Arg<'_, K::Buf>>) -> Result<Vec<Value<K::Buf>>, StageError> {
+        let mut y = ctx.kernels.buffer(self.over.len());
+        let mut stats = ctx.kernels.buffer(self.over.stats());
+        let (gamma, beta) = (ctx.weight(self.gamma), ctx.weight(self.beta));
+        let weights = NormWeights { gamma, beta, epsilon: self.epsilon };
+        let out = Normed { y: &mut y, stats: &mut stats };
+        match self.over {
+            Over::Rows(size) => ctx.kernels.layer_norm(size, ins[0].real(), weights, out),
+            Over::Groups(size) => ctx.kernels.group_norm(size, ins[0].real(), weights, out),
+        }
+        Ok(vec![Value::Real(y), Value::Real(stats)])
+    }
+
+    fn backward(&self, ctx: &Ctx<'_, K>, saved: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {
+        let mut dx = ctx.kernels.buffer(self.over.len());
+        let mut sums = ctx.kernels.buffer(2 * self.over.channels());
+        let (x, stats) = (saved.ins[0].real(), saved.extras[0].real());
+        let given = NormSaved { x, stats, gamma: ctx.weight(self.gamma) };
+        let out = NormGrad { residual: saved.residual, dx: &mut dx, sums: &mut sums };
+        let dy = saved.gradient.real();
+        match self.over {
+            Over::Rows(size) => ctx.kernels.layer_norm_grad(size, given, dy, out),
+            Over::Groups(size) => ctx.kernels.group_norm_grad(size, given, dy, out),
+        }
+        Ok(Made { gradients: vec![Some(dx)], extras: vec![Value::Real(sums)] })
+    }
+
+    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut K::Buf) {
+        // Gamma and beta were declared one after the other, so they lie together.
+        kernels.add(saved.extras[1].real(), PartMut { buf: grads, start: self.gamma });
+    }
+}
