@@ -22,7 +22,7 @@ pub mod ops;
 mod unit;
 
 pub use build::{Builder, Team};
-pub use op::{Ctx, Mode, Site};
+pub use op::{Cost, Ctx, Mode, Site};
 pub use unit::{Elements, Frame, Item, Remembered, Unit};
 
 /// How a value lies over the ranks of one axis.
