@@ -17,7 +17,7 @@ use std::sync::Arc;
 use crossmesh_core::dtype::DType;
 use crossmesh_core::layout::Layout;
 
-use crate::graph::{Ctx, Elements, Frame, Item, Mode, Remembered, Team, Unit};
+use crate::graph::{Ctx, Elements, Frame, Item, Mode, Remembered, Team, TeamAxis, Unit};
 use crate::group::Group;
 use crate::kernels::scalar::Scalar;
 use crate::kernels::{Buffer, Kernels};
@@ -153,7 +153,7 @@ impl Setup {
 
     /// The ranks that compute a pass together: those along `tp`.
     pub fn team(&self) -> Team {
-        Team { axes: vec![self.place.tp()] }
+        Team { axes: vec![TeamAxis { name: "tp".into(), along: self.place.tp() }] }
     }
 
     fn layout(&self, tensor: &Tensor, real: DType) -> Layout {

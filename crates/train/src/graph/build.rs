@@ -2,7 +2,7 @@
 
 use crate::group::chunked;
 use crate::kernels::Kernels;
-use crate::parameter::Parameters;
+use crate::parameter::{Declaration, Init, Parameters, Weight};
 use crate::stage_rank::Along;
 
 use super::op::Op;
@@ -12,12 +12,23 @@ use super::{Axis, Kind, Lie, Spread, Typed, Val};
 /// The axes along which ranks compute a pass together, and where this rank is along each.
 #[derive(Debug, Clone)]
 pub struct Team {
-    pub axes: Vec<Along>,
+    pub axes: Vec<TeamAxis>,
+}
+
+/// One of them.
+#[derive(Debug, Clone)]
+pub struct TeamAxis {
+    pub name: String,
+    pub along: Along,
 }
 
 impl Team {
     pub fn along(&self, axis: Axis) -> Along {
-        self.axes[axis.0]
+        self.axes[axis.0].along
+    }
+
+    pub fn name(&self, axis: Axis) -> &str {
+        &self.axes[axis.0].name
     }
 
     /// Everywhere alike.
@@ -71,11 +82,23 @@ pub struct Builder<'a, 'p, K: Kernels> {
     pub(super) nodes: Vec<Node<K>>,
     pub(super) inputs: Vec<Input>,
     pub(super) outputs: Vec<(String, Val)>,
+    /// The reshard between ranks, by number, that gets a wrong gradient; and how many there were.
+    #[cfg(test)]
+    pub(super) spoiled: (Option<usize>, usize),
 }
 
 impl<'a, 'p, K: Kernels> Builder<'a, 'p, K> {
     pub fn new(team: Team, parameters: &'a mut Parameters<'p>) -> Self {
-        Self { team, parameters, values: vec![], nodes: vec![], inputs: vec![], outputs: vec![] }
+        Self {
+            team,
+            parameters,
+            values: vec![],
+            nodes: vec![],
+            inputs: vec![],
+            outputs: vec![],
+            #[cfg(test)]
+            spoiled: (None, 0),
+        }
     }
 
     pub fn typed(&self, val: Val) -> &Typed {
@@ -86,7 +109,7 @@ impl<'a, 'p, K: Kernels> Builder<'a, 'p, K> {
     pub fn matrix(&self, all_rows: usize, cols: usize, lie: Lie) -> Typed {
         let rows = match lie.value.iter().position(|&s| s == Spread::Rows) {
             Some(axis) => {
-                let Along { rank, size } = self.team.axes[axis];
+                let Along { rank, size } = self.team.along(Axis(axis));
                 chunked(all_rows, 1, size)[rank].clone()
             }
             None => 0..all_rows,
@@ -142,6 +165,20 @@ impl<'a, 'p, K: Kernels> Builder<'a, 'p, K> {
         out
     }
 
+    /// Declares a weight of an op that sees the rows of `x`. A dim of it may be split.
+    pub(super) fn weight(
+        &mut self,
+        x: Val,
+        name: String,
+        shape: &[usize],
+        split: Option<(usize, Axis)>,
+        (init, decay): (Init, bool),
+    ) -> Weight {
+        let split = split.map(|(dim, axis)| (dim, self.team.name(axis)));
+        let rows_over = self.values[x.index()].split(Spread::Rows).map(|axis| self.team.name(axis));
+        self.parameters.declare(Declaration { name, shape, split, init, decay, rows_over })
+    }
+
     /// The value as an op wants it to lie.
     pub fn want(&mut self, mut x: Val, lie: &Lie) -> Val {
         for axis in (0..self.team.axes.len()).map(Axis) {
@@ -160,6 +197,13 @@ impl<'a, 'p, K: Kernels> Builder<'a, 'p, K> {
                 at(&now.lie),
                 at(lie),
             );
+            #[cfg(test)]
+            let reshard = if self.team.along(axis).size > 1 {
+                self.spoiled.1 += 1;
+                if self.spoiled.0 == Some(self.spoiled.1 - 1) { reshard.spoiled() } else { reshard }
+            } else {
+                reshard
+            };
             let same = reshard.is_same();
             x = self.add(Box::new(reshard), &[x], out, Keep::Always, same);
         }

@@ -21,7 +21,10 @@ mod op;
 pub mod ops;
 mod unit;
 
-pub use build::{Builder, Team};
+#[cfg(test)]
+mod tests;
+
+pub use build::{Builder, Team, TeamAxis};
 pub use op::{Cost, Ctx, Mode, Site};
 pub use unit::{Elements, Frame, Item, Remembered, Unit};
 

@@ -239,7 +239,8 @@ impl<K: Kernels> Unit<K> {
                 let slots: Vec<Slot> = node.ins.iter().map(|v| self.passes.value_slot[v.index()]).collect();
                 let mut owned = node.op.needs().forward_takes.map(|i| {
                     let slot = slots[i];
-                    let value = self.own(ctx.kernels, frame, slot, dies(slot));
+                    let alone = slots.iter().filter(|&&s| s == slot).count() == 1;
+                    let value = self.own(ctx.kernels, frame, slot, dies(slot) && alone);
                     (i, value)
                 });
                 let arg = |(i, &slot): (usize, &Slot)| match &mut owned {
@@ -289,7 +290,8 @@ impl<K: Kernels> Unit<K> {
             }
             What::Sum { a, b, to } => {
                 let (into, other) = if dies(*b) && !dies(*a) { (*b, *a) } else { (*a, *b) };
-                let sum = self.own(ctx.kernels, frame, into, dies(into));
+                // A value that was used twice in one place has the same gradient twice.
+                let sum = self.own(ctx.kernels, frame, into, dies(into) && into != other);
                 let (Some(Value::Real(mut sum)), Some(Value::Real(other))) = (sum, frame.0[other].as_ref())
                 else {
                     panic!("gradients are numbers, and are there when they are added");

@@ -7,7 +7,7 @@ use crate::graph::op::{Arg, Cost, Ctx, Made, Needs, Op, Reads, Saved};
 use crate::graph::ops::linear::Parallel;
 use crate::graph::{Typed, Val};
 use crate::kernels::{BufSlice, Conv as Size, Gemm, Kernels, PartMut, Rows};
-use crate::parameter::{Declaration, Init};
+use crate::parameter::Init;
 use crate::stage::{StageError, Value};
 
 /// Elements of patches that exist at a time, unless one sample has more.
@@ -57,22 +57,10 @@ impl<K: Kernels> Builder<'_, '_, K> {
         let typed = self.typed(x).clone();
         let kernel = [spec.kernel; 2];
         let shape: Vec<usize> = kernel.iter().chain(spec.ins).chain(spec.outs).copied().collect();
-        let weight = self.parameters.declare(Declaration {
-            name: format!("{}.weight", spec.name),
-            shape: &shape,
-            split: split.map(|dim| dim + 2),
-            init: spec.init,
-            decay: true,
-            partial_over_tp: false,
-        });
-        let bias = self.parameters.declare(Declaration {
-            name: format!("{}.bias", spec.name),
-            shape: spec.outs,
-            split: split.and_then(|dim| dim.checked_sub(spec.ins.len())),
-            init: Init::Zeros,
-            decay: false,
-            partial_over_tp: false,
-        });
+        let of_weight = split.map(|(dim, axis)| (dim + 2, axis));
+        let weight = self.weight(x, format!("{}.weight", spec.name), &shape, of_weight, (spec.init, true));
+        let of_bias = split.and_then(|(dim, axis)| Some((dim.checked_sub(spec.ins.len())?, axis)));
+        let bias = self.weight(x, format!("{}.bias", spec.name), spec.outs, of_bias, (Init::Zeros, false));
         let outs = weight.dims[2 + spec.ins.len()..].iter().product();
         let op = Conv {
             grid,

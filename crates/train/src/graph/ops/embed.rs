@@ -7,7 +7,7 @@ use crate::graph::op::{Arg, Cost, Ctx, Made, Needs, Op, Reads, Saved};
 use crate::graph::ops::linear::TableSpec;
 use crate::graph::{Kind, Spread, Typed, Val};
 use crate::kernels::{Kernels, Lookup, PartMut};
-use crate::parameter::{Declaration, Init};
+use crate::parameter::Init;
 use crate::stage::{StageError, Value};
 
 /// Rows of a table that is split: each rank has a summand of the result, zero where another has the row.
@@ -30,12 +30,12 @@ struct Positions {
 
 impl<K: Kernels> Builder<'_, '_, K> {
     /// The rows of a table that ids name.
-    pub fn embed(&mut self, ids: Val, spec: &TableSpec<'_>) -> Val {
+    pub fn embed(&mut self, ids: Val, spec: &TableSpec) -> Val {
         let typed = self.typed(ids).clone();
-        let (table, _) = self.table(spec);
-        let held = self.team.along(*spec.axis).part(spec.rows);
+        let (table, _) = self.table(ids, spec);
+        let held = self.team.along(spec.axis).part(spec.rows);
         let op = Embed { table, held, rows: typed.rows.len(), cols: spec.cols };
-        let lie = typed.lie.along(*spec.axis, Spread::Summand);
+        let lie = typed.lie.along(spec.axis, Spread::Summand);
         let out = Typed { kind: Kind::Real, cols: spec.cols, lie, ..typed };
         self.push(op, &[ids], out, Keep::Always)
     }
@@ -43,14 +43,7 @@ impl<K: Kernels> Builder<'_, '_, K> {
     /// Adds a learned vector for every one of a sample's `context` rows.
     pub fn positions(&mut self, x: Val, name: &str, context: usize, init: Init) -> Val {
         let out = self.typed(x).clone();
-        let table = self.parameters.declare(Declaration {
-            name: name.into(),
-            shape: &[context, out.cols],
-            split: None,
-            init,
-            decay: true,
-            partial_over_tp: out.split(Spread::Rows).is_some(),
-        });
+        let table = self.weight(x, name.into(), &[context, out.cols], None, (init, true));
         let first = |axis| self.team.along(axis).rank == 0;
         let adds = out.split(Spread::Summand).is_none_or(first);
         let op = Positions { table: table.start, context, rows: out.rows.len(), cols: out.cols, adds };

@@ -4,7 +4,7 @@ use crate::graph::build::{Builder, Keep};
 use crate::graph::op::{Arg, Cost, Ctx, Made, Needs, Op, Reads, Saved};
 use crate::graph::{Axis, Lie, Spread, Typed, Val};
 use crate::kernels::{Gemm, Kernels, PartMut, Rows};
-use crate::parameter::{Declaration, Init};
+use crate::parameter::Init;
 use crate::stage::{StageError, Value};
 
 /// How the ranks of an axis share a map.
@@ -34,13 +34,13 @@ pub struct LinearSpec<'a> {
 
 /// A matrix that is there already, as `[out, in]`.
 #[derive(Debug, Clone)]
-pub struct TableSpec<'a> {
+pub struct TableSpec {
     pub name: String,
     pub rows: usize,
     pub cols: usize,
     pub init: Init,
     /// The axis that splits its rows.
-    pub axis: &'a Axis,
+    pub axis: Axis,
 }
 
 struct Linear {
@@ -59,26 +59,11 @@ impl<K: Kernels> Builder<'_, '_, K> {
     pub fn linear(&mut self, x: Val, spec: &LinearSpec<'_>) -> Val {
         let (x, lie, split) = self.shared(x, spec.parallel, spec.ins.len());
         let typed = self.typed(x).clone();
-        let partial_over_tp = typed.split(Spread::Rows).is_some();
         let shape: Vec<usize> = spec.ins.iter().chain(spec.outs).copied().collect();
-        let weight = self.parameters.declare(Declaration {
-            name: format!("{}.weight", spec.name),
-            shape: &shape,
-            split,
-            init: spec.init,
-            decay: true,
-            partial_over_tp,
-        });
+        let weight = self.weight(x, format!("{}.weight", spec.name), &shape, split, (spec.init, true));
         let bias = spec.bias.then(|| {
-            let bias = self.parameters.declare(Declaration {
-                name: format!("{}.bias", spec.name),
-                shape: spec.outs,
-                split: split.and_then(|dim| dim.checked_sub(spec.ins.len())),
-                init: Init::Zeros,
-                decay: false,
-                partial_over_tp,
-            });
-            bias.start
+            let split = split.and_then(|(dim, axis)| Some((dim.checked_sub(spec.ins.len())?, axis)));
+            self.weight(x, format!("{}.bias", spec.name), spec.outs, split, (Init::Zeros, false)).start
         });
         let outs = weight.dims[spec.ins.len()..].iter().product();
         let op = Linear {
@@ -94,40 +79,39 @@ impl<K: Kernels> Builder<'_, '_, K> {
     }
 
     /// `x T'`, with a table `T` whose rows are split: logits.
-    pub fn times_table(&mut self, x: Val, spec: &TableSpec<'_>) -> Val {
-        let (x, lie, _) = self.shared(x, Parallel::Columns(*spec.axis, 0), 1);
+    pub fn times_table(&mut self, x: Val, spec: &TableSpec) -> Val {
+        let (x, lie, _) = self.shared(x, Parallel::Columns(spec.axis, 0), 1);
         let typed = self.typed(x).clone();
-        let (weight, outs) = self.table(spec);
+        let (weight, outs) = self.table(x, spec);
         let (rows, ins) = (typed.rows.len(), typed.cols);
         let op = Linear { rows, ins, outs, weight, bias: None, transposed: true };
         self.push(op, &[x], Typed { lie, cols: outs, ..typed }, Keep::Always)
     }
 
     /// Declares a table; where it lies, and its rows here.
-    pub(super) fn table(&mut self, spec: &TableSpec<'_>) -> (usize, usize) {
-        let weight = self.parameters.declare(Declaration {
-            name: spec.name.clone(),
-            shape: &[spec.rows, spec.cols],
-            split: Some(0),
-            init: spec.init,
-            decay: true,
-            partial_over_tp: false,
-        });
+    pub(super) fn table(&mut self, x: Val, spec: &TableSpec) -> (usize, usize) {
+        let (shape, split) = ([spec.rows, spec.cols], Some((0, spec.axis)));
+        let weight = self.weight(x, spec.name.clone(), &shape, split, (spec.init, true));
         (weight.start, weight.dims[0])
     }
 
     /// `x` as a map wants it to lie, how its result lies, and which dim of `[ins.., outs..]` is split.
-    pub(super) fn shared(&mut self, x: Val, parallel: Parallel, ins: usize) -> (Val, Lie, Option<usize>) {
+    pub(super) fn shared(
+        &mut self,
+        x: Val,
+        parallel: Parallel,
+        ins: usize,
+    ) -> (Val, Lie, Option<(usize, Axis)>) {
         let lie = self.typed(x).lie.clone();
         match parallel {
             Parallel::None => (x, lie, None),
             Parallel::Columns(axis, dim) => {
                 let wanted = lie.entering(axis);
-                (self.want(x, &wanted), lie.along(axis, Spread::Columns), Some(ins + dim))
+                (self.want(x, &wanted), lie.along(axis, Spread::Columns), Some((ins + dim, axis)))
             }
             Parallel::Summands(axis, dim) => {
                 let wanted = lie.along(axis, Spread::Columns);
-                (self.want(x, &wanted), lie.along(axis, Spread::Summand), Some(dim))
+                (self.want(x, &wanted), lie.along(axis, Spread::Summand), Some((dim, axis)))
             }
         }
     }

@@ -5,9 +5,9 @@
 
 use crate::graph::build::{Builder, Keep};
 use crate::graph::op::{Arg, Born, Ctx, Extra, Made, Needs, Op, Reads, Saved};
-use crate::graph::{Spread, Val};
+use crate::graph::{Axis, Spread, Val};
 use crate::kernels::{GroupNorm, Kernels, NormGrad, NormSaved, NormWeights, Normed, PartMut, Rows};
-use crate::parameter::{Declaration, Init};
+use crate::parameter::Init;
 use crate::stage::{StageError, Value};
 
 /// What is normalised together.
@@ -76,7 +76,7 @@ impl<K: Kernels> Builder<'_, '_, K> {
         let over =
             GroupNorm { samples: size.rows / pixels, pixels, channels: size.cols, groups: size.cols / each };
         match self.typed(x).split(Spread::Columns) {
-            Some(_) => self.normed(x, spec, &[groups, each], Some(0), Over::Groups(over)),
+            Some(axis) => self.normed(x, spec, &[groups, each], Some((0, axis)), Over::Groups(over)),
             None => self.normed(x, spec, &[groups * each], None, Over::Groups(over)),
         }
     }
@@ -86,14 +86,11 @@ impl<K: Kernels> Builder<'_, '_, K> {
         x: Val,
         spec: &NormSpec<'_>,
         shape: &[usize],
-        split: Option<usize>,
+        split: Option<(usize, Axis)>,
         over: Over,
     ) -> Val {
-        let partial_over_tp = self.typed(x).split(Spread::Rows).is_some();
         let mut declare = |kind: &str, init: Init| {
-            let name = format!("{}.{kind}", spec.name);
-            let declaration = Declaration { name, shape, split, init, decay: false, partial_over_tp };
-            self.parameters.declare(declaration).start
+            self.weight(x, format!("{}.{kind}", spec.name), shape, split, (init, false)).start
         };
         let (gamma, beta) = (declare("weight", Init::Ones), declare("bias", Init::Zeros));
         let op = Norm { over, gamma, beta, epsilon: spec.epsilon };

@@ -15,6 +15,8 @@ use std::ops::Range;
 use crate::graph::op::{Arg, Ctx, Made, Needs, Op, Reads, Saved};
 use crate::graph::{Axis, Spread};
 use crate::group::{ReduceOp, chunked};
+#[cfg(test)]
+use crate::kernels::scalar;
 use crate::kernels::{BufSlice, Buffer, Kernels, PartMut};
 use crate::stage::{StageError, Value};
 
@@ -26,6 +28,9 @@ enum Move {
     AllReduce,
     ReduceScatter,
     Slice,
+    /// A mistake, for tests: a rank's own rows among zeros.
+    #[cfg(test)]
+    Pad,
 }
 
 impl Move {
@@ -83,6 +88,19 @@ impl Reshard {
         self.forward == Move::Nothing
     }
 
+    /// With another move in B than the rule says, of the same shape.
+    #[cfg(test)]
+    pub(in crate::graph) fn spoiled(mut self) -> Self {
+        self.backward = match self.backward {
+            Move::Nothing => Move::AllReduce,
+            Move::AllReduce => Move::Nothing,
+            Move::ReduceScatter => Move::Slice,
+            Move::Slice => Move::ReduceScatter,
+            Move::Gather | Move::Pad => Move::Pad,
+        };
+        self
+    }
+
     fn run<K: Kernels>(
         &self,
         ctx: &Ctx<'_, K>,
@@ -116,6 +134,13 @@ impl Reshard {
                 cut(&summands)
             }
             Move::Slice => cut(x.real()),
+            #[cfg(test)]
+            Move::Pad => {
+                let mut whole = ctx.kernels.buffer(self.len);
+                ctx.kernels.fill(scalar::Scalar::ZERO, (&mut whole).into(), self.len);
+                ctx.kernels.copy(x.real().into(), PartMut { buf: &mut whole, start: own.start }, own.len());
+                whole
+            }
         })
     }
 }

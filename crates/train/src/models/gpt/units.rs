@@ -107,7 +107,7 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
 }
 
 /// The table of tokens, which embedding and head may share.
-fn table(config: &GptConfig, name: &str) -> TableSpec<'static> {
+fn table(config: &GptConfig, name: &str) -> TableSpec {
     let init = Init::Normal { deviation: DEVIATION };
-    TableSpec { name: name.into(), rows: config.vocab, cols: config.width, init, axis: &TP }
+    TableSpec { name: name.into(), rows: config.vocab, cols: config.width, init, axis: TP }
 }
