@@ -82,6 +82,8 @@ pub struct Builder<'a, 'p, K: Kernels> {
     pub(super) nodes: Vec<Node<K>>,
     pub(super) inputs: Vec<Input>,
     pub(super) outputs: Vec<(String, Val)>,
+    /// Values that lie otherwise already: several ops that want the same share one reshard.
+    resharded: Vec<(Val, Lie, Val)>,
     /// The reshard between ranks, by number, that gets a wrong gradient; and how many there were.
     #[cfg(test)]
     pub(super) spoiled: (Option<usize>, usize),
@@ -96,6 +98,7 @@ impl<'a, 'p, K: Kernels> Builder<'a, 'p, K> {
             nodes: vec![],
             inputs: vec![],
             outputs: vec![],
+            resharded: vec![],
             #[cfg(test)]
             spoiled: (None, 0),
         }
@@ -180,7 +183,16 @@ impl<'a, 'p, K: Kernels> Builder<'a, 'p, K> {
     }
 
     /// The value as an op wants it to lie.
-    pub fn want(&mut self, mut x: Val, lie: &Lie) -> Val {
+    pub fn want(&mut self, x: Val, lie: &Lie) -> Val {
+        if let Some((_, _, known)) = self.resharded.iter().find(|(from, to, _)| (*from, to) == (x, lie)) {
+            return *known;
+        }
+        let y = self.reshard(x, lie);
+        self.resharded.push((x, lie.clone(), y));
+        y
+    }
+
+    fn reshard(&mut self, mut x: Val, lie: &Lie) -> Val {
         for axis in (0..self.team.axes.len()).map(Axis) {
             let now = self.typed(x).clone();
             let at = |lie: &Lie| (lie.value[axis.0], lie.gradient[axis.0]);

@@ -213,7 +213,19 @@ impl Recipe {
                       parallel,
                       in_attention| {
             let name = &format!("{i}.{what}");
-            b.linear(x, &LinearSpec { name, ins, outs, parallel, init: NORMAL, bias: true, in_attention })
+            b.linear(
+                x,
+                &LinearSpec {
+                    name,
+                    ins,
+                    outs,
+                    parallel,
+                    init: NORMAL,
+                    bias: true,
+                    transposed: false,
+                    in_attention,
+                },
+            )
         };
         let earlier = |back: usize| past[past.len() - 1 - back % past.len()];
         match *piece {
@@ -234,7 +246,16 @@ impl Recipe {
                 let p = linear(b, x, "qkv", &[width], &outs, Parallel::Columns(axis, 1), true);
                 let (queries, keys) = (self.context, self.context);
                 let dropout = (40 + i as u32, 0.2);
-                let spec = AttentionSpec { axis, heads, head_dim, queries, keys, causal: true, dropout };
+                let spec = AttentionSpec {
+                    axis,
+                    heads,
+                    kv_heads: heads,
+                    head_dim,
+                    queries,
+                    keys,
+                    causal: true,
+                    dropout,
+                };
                 let h = b.self_attention(p, spec);
                 let y = linear(b, h, "out", &[heads, head_dim], &[width], Parallel::Summands(axis, 0), false);
                 b.residual(x, y, Site { rate: 0.0, ..self.site(0) })

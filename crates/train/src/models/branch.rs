@@ -43,11 +43,24 @@ pub fn attend<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &Attend<'_>)
         let outs = [parts, spec.heads, head_dim];
         let parallel = Parallel::Columns(TP, 1);
         let (init, bias) = (spec.init, spec.bias);
-        b.linear(x, &LinearSpec { name, ins: &[ins], outs: &outs, parallel, init, bias, in_attention: true })
+        b.linear(
+            x,
+            &LinearSpec {
+                name,
+                ins: &[ins],
+                outs: &outs,
+                parallel,
+                init,
+                bias,
+                transposed: false,
+                in_attention: true,
+            },
+        )
     };
     let mut sizes = AttentionSpec {
         axis: TP,
         heads: spec.heads,
+        kv_heads: spec.heads,
         head_dim,
         queries: spec.queries,
         keys: spec.queries,
@@ -73,6 +86,7 @@ pub fn attend<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &Attend<'_>)
         parallel: Parallel::Summands(TP, 0),
         init: spec.out_init,
         bias: true,
+        transposed: false,
         in_attention: false,
     };
     b.linear(heads, &out)
@@ -99,6 +113,7 @@ pub fn feed_forward<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &FeedF
         parallel: Parallel::Columns(TP, 0),
         init: spec.up_init,
         bias: true,
+        transposed: false,
         in_attention: false,
     };
     let hidden = b.linear(x, &up);
@@ -110,6 +125,7 @@ pub fn feed_forward<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &FeedF
         parallel: Parallel::Summands(TP, 0),
         init: spec.down_init,
         bias: true,
+        transposed: false,
         in_attention: false,
     };
     b.linear(active, &down)

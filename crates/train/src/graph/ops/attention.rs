@@ -13,6 +13,8 @@ pub struct AttentionSpec {
     /// Along which heads are split.
     pub axis: Axis,
     pub heads: usize,
+    /// Heads of keys and values; each is asked by as many heads of queries. They are what is shared out.
+    pub kv_heads: usize,
     pub head_dim: usize,
     /// Rows of a sample that ask, and that are asked.
     pub queries: usize,
@@ -28,8 +30,9 @@ struct Attention {
     /// Heads here, and the first of them.
     heads: usize,
     first_head: usize,
-    /// Whether keys and values come apart from queries.
-    apart: bool,
+    kv_heads: usize,
+    /// All in one, keys and values apart from queries, or each apart.
+    inputs: usize,
 }
 
 impl<K: Kernels> Builder<'_, '_, K> {
@@ -43,18 +46,19 @@ impl<K: Kernels> Builder<'_, '_, K> {
         self.attention(&[queries, keys_and_values], spec)
     }
 
+    /// Queries attend to keys and values, each of their own.
+    pub fn grouped_attention(&mut self, q: Val, k: Val, v: Val, spec: AttentionSpec) -> Val {
+        self.attention(&[q, k, v], spec)
+    }
+
     fn attention(&mut self, ins: &[Val], spec: AttentionSpec) -> Val {
         let typed = self.typed(ins[0]).clone();
         debug_assert_eq!(typed.lie.value[spec.axis.0], Spread::Columns, "heads are columns");
-        let held = self.team.along(spec.axis).part(spec.heads);
-        let (heads, first_head) = (held.len(), held.start);
-        let op = Attention {
-            spec,
-            samples: typed.rows.len() / spec.queries,
-            heads,
-            first_head,
-            apart: ins.len() == 2,
-        };
+        let held = self.team.along(spec.axis).part(spec.kv_heads);
+        let group = spec.heads / spec.kv_heads;
+        let (heads, first_head) = (held.len() * group, held.start * group);
+        let samples = typed.rows.len() / spec.queries;
+        let op = Attention { spec, samples, heads, first_head, kv_heads: held.len(), inputs: ins.len() };
         let out = Typed { cols: heads * spec.head_dim, ..typed };
         self.push(op, ins, out, Keep::Attention)
     }
@@ -71,7 +75,16 @@ impl Attention {
             first_head: self.first_head as u64,
             all_heads: all_heads as u64,
         });
-        Size { samples: self.samples, heads: self.heads, head_dim, queries, keys, causal, dropout }
+        Size {
+            samples: self.samples,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim,
+            queries,
+            keys,
+            causal,
+            dropout,
+        }
     }
 
     fn rows(&self) -> usize {
@@ -87,6 +100,7 @@ fn projected<'a, B: crate::kernels::Buffer>(ins: &'a [Arg<'_, B>]) -> Projected<
     match ins {
         [fused] => Projected::Fused(fused.real()),
         [q, kv] => Projected::Apart { q: q.real(), kv: kv.real() },
+        [q, k, v] => Projected::Three { q: q.real(), k: k.real(), v: v.real() },
         other => panic!("attention has {} inputs", other.len()),
     }
 }
@@ -97,7 +111,7 @@ impl<K: Kernels> Op<K> for Attention {
     }
 
     fn needs(&self) -> Needs {
-        let ins = if self.apart { vec![0, 1] } else { vec![0] };
+        let ins = (0..self.inputs).collect();
         let backward = Reads { ins, out: true, extras: vec![0], gradient: true };
         Needs { backward, ..Needs::default() }
     }
@@ -126,16 +140,28 @@ impl<K: Kernels> Op<K> for Attention {
         let (rows, keys) = (self.rows(), self.samples * self.spec.keys);
         let x = projected(&saved.ins);
         let dy = saved.gradient.real();
-        let gradients = if !self.apart {
-            let mut d = kernels.buffer(rows * 3 * self.width());
-            kernels.attention_grad(&size, x, given, dy, ProjectedMut::Fused(&mut d));
-            vec![Some(d)]
-        } else {
-            let (mut q, mut kv) =
-                (kernels.buffer(rows * self.width()), kernels.buffer(keys * 2 * self.width()));
-            kernels.attention_grad(&size, x, given, dy, ProjectedMut::Apart { q: &mut q, kv: &mut kv });
-            vec![Some(q), Some(kv)]
+        let kv_width = self.kv_heads * self.spec.head_dim;
+        let gradients = match self.inputs {
+            1 => {
+                let mut d = kernels.buffer(rows * 3 * self.width());
+                kernels.attention_grad(&size, x, given, dy, ProjectedMut::Fused(&mut d));
+                vec![d]
+            }
+            2 => {
+                let (mut q, mut kv) =
+                    (kernels.buffer(rows * self.width()), kernels.buffer(keys * 2 * kv_width));
+                kernels.attention_grad(&size, x, given, dy, ProjectedMut::Apart { q: &mut q, kv: &mut kv });
+                vec![q, kv]
+            }
+            _ => {
+                let mut q = kernels.buffer(rows * self.width());
+                let [mut k, mut v] = [(); 2].map(|()| kernels.buffer(keys * kv_width));
+                let out = ProjectedMut::Three { q: &mut q, k: &mut k, v: &mut v };
+                kernels.attention_grad(&size, x, given, dy, out);
+                vec![q, k, v]
+            }
         };
+        let gradients = gradients.into_iter().map(Some).collect();
         Ok(Made { gradients, extras: vec![] })
     }
 }

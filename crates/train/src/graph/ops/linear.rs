@@ -28,6 +28,8 @@ pub struct LinearSpec<'a> {
     pub parallel: Parallel,
     pub init: Init,
     pub bias: bool,
+    /// Whether the matrix lies as `[outs.., ins..]`.
+    pub transposed: bool,
     /// Part of the insides of attention, which may be computed again.
     pub in_attention: bool,
 }
@@ -59,20 +61,29 @@ impl<K: Kernels> Builder<'_, '_, K> {
     pub fn linear(&mut self, x: Val, spec: &LinearSpec<'_>) -> Val {
         let (x, lie, split) = self.shared(x, spec.parallel, spec.ins.len());
         let typed = self.typed(x).clone();
-        let shape: Vec<usize> = spec.ins.iter().chain(spec.outs).copied().collect();
-        let weight = self.weight(x, format!("{}.weight", spec.name), &shape, split, (spec.init, true));
+        // `split` counts dims of `[ins.., outs..]`.
+        let (shape, of_weight, first_out) = if spec.transposed {
+            let turned = |dim: usize| match dim.checked_sub(spec.ins.len()) {
+                Some(out) => out,
+                None => spec.outs.len() + dim,
+            };
+            ([spec.outs, spec.ins].concat(), split.map(|(dim, axis)| (turned(dim), axis)), 0)
+        } else {
+            ([spec.ins, spec.outs].concat(), split, spec.ins.len())
+        };
+        let weight = self.weight(x, format!("{}.weight", spec.name), &shape, of_weight, (spec.init, true));
         let bias = spec.bias.then(|| {
             let split = split.and_then(|(dim, axis)| Some((dim.checked_sub(spec.ins.len())?, axis)));
             self.weight(x, format!("{}.bias", spec.name), spec.outs, split, (Init::Zeros, false)).start
         });
-        let outs = weight.dims[spec.ins.len()..].iter().product();
+        let outs = weight.dims[first_out..][..spec.outs.len()].iter().product();
         let op = Linear {
             rows: typed.rows.len(),
             ins: typed.cols,
             outs,
             weight: weight.start,
             bias: bias.map(|start| (start, self.adds_bias(spec.parallel))),
-            transposed: false,
+            transposed: spec.transposed,
         };
         let out = Typed { lie, cols: outs, ..typed };
         self.push(op, &[x], out, if spec.in_attention { Keep::Attention } else { Keep::Always })

@@ -9,3 +9,4 @@ pub mod loss;
 pub mod norm;
 pub mod pointwise;
 pub mod reshard;
+pub mod rotary;

@@ -1,4 +1,4 @@
-//! Norms with a gain and a shift.
+//! Norms with a gain and a shift, or with a gain alone.
 //!
 //! The gradients of gain and shift are sums over the very rows that B walks over, so B computes them too, and W only adds them
 //! to the others: a delayed W needs two rows of numbers instead of two tensors.
@@ -15,6 +15,8 @@ use crate::stage::{StageError, Value};
 enum Over {
     /// Every row.
     Rows(Rows),
+    /// Every row, about zero: RMS norm.
+    Squares(Rows),
     /// Every group of channels of every sample.
     Groups(GroupNorm),
 }
@@ -22,14 +24,14 @@ enum Over {
 impl Over {
     fn channels(self) -> usize {
         match self {
-            Over::Rows(size) => size.cols,
+            Over::Rows(size) | Over::Squares(size) => size.cols,
             Over::Groups(size) => size.channels,
         }
     }
 
     fn len(self) -> usize {
         match self {
-            Over::Rows(size) => size.len(),
+            Over::Rows(size) | Over::Squares(size) => size.len(),
             Over::Groups(size) => size.samples * size.pixels * size.channels,
         }
     }
@@ -37,12 +39,21 @@ impl Over {
     fn stats(self) -> usize {
         match self {
             Over::Rows(size) => 2 * size.rows,
+            Over::Squares(size) => size.rows,
             Over::Groups(size) => 2 * size.samples * size.groups,
+        }
+    }
+
+    /// Gains and shifts.
+    fn weights(self) -> usize {
+        match self {
+            Over::Squares(size) => size.cols,
+            _ => 2 * self.channels(),
         }
     }
 }
 
-/// A norm to be declared: `name.weight` and `name.bias`.
+/// A norm to be declared: `name.weight`, and `name.bias` where it has one.
 #[derive(Debug, Clone)]
 pub struct NormSpec<'a> {
     pub name: &'a str,
@@ -52,7 +63,7 @@ pub struct NormSpec<'a> {
 struct Norm {
     over: Over,
     gamma: usize,
-    beta: usize,
+    beta: Option<usize>,
     epsilon: f64,
 }
 
@@ -61,6 +72,12 @@ impl<K: Kernels> Builder<'_, '_, K> {
     pub fn layer_norm(&mut self, x: Val, spec: &NormSpec<'_>) -> Val {
         let size = self.typed(x).size();
         self.normed(x, spec, &[size.cols], None, Over::Rows(size))
+    }
+
+    /// Every row by itself, about zero and without a shift.
+    pub fn rms_norm(&mut self, x: Val, spec: &NormSpec<'_>) -> Val {
+        let size = self.typed(x).size();
+        self.normed(x, spec, &[size.cols], None, Over::Squares(size))
     }
 
     /// Groups of channels of images of `pixels` pixels. Where channels are split, whole groups are.
@@ -92,7 +109,8 @@ impl<K: Kernels> Builder<'_, '_, K> {
         let mut declare = |kind: &str, init: Init| {
             self.weight(x, format!("{}.{kind}", spec.name), shape, split, (init, false)).start
         };
-        let (gamma, beta) = (declare("weight", Init::Ones), declare("bias", Init::Zeros));
+        let gamma = declare("weight", Init::Ones);
+        let beta = (!matches!(over, Over::Squares(_))).then(|| declare("bias", Init::Zeros));
         let op = Norm { over, gamma, beta, epsilon: spec.epsilon };
         let out = self.typed(x).clone();
         self.push(op, &[x], out, Keep::Always)
@@ -116,7 +134,7 @@ impl<K: Kernels> Op<K> for Norm {
     /// Means and deviations; the gradients of gain and shift.
     fn extras(&self) -> Vec<Extra> {
         let stats = Extra { len: self.over.stats(), born: Born::Forward };
-        vec![stats, Extra { len: 2 * self.over.channels(), born: Born::Backward }]
+        vec![stats, Extra { len: self.over.weights(), born: Born::Backward }]
     }
 
     fn has_weights(&self) -> bool {
@@ -126,25 +144,30 @@ impl<K: Kernels> Op<K> for Norm {
     fn forward(&self, ctx: &Ctx<'_, K>, ins: Vec<Arg<'_, K::Buf>>) -> Result<Vec<Value<K::Buf>>, StageError> {
         let mut y = ctx.kernels.buffer(self.over.len());
         let mut stats = ctx.kernels.buffer(self.over.stats());
-        let (gamma, beta) = (ctx.weight(self.gamma), ctx.weight(self.beta));
-        let weights = NormWeights { gamma, beta, epsilon: self.epsilon };
+        let (gamma, epsilon) = (ctx.weight(self.gamma), self.epsilon);
+        let weights = || {
+            let beta = ctx.weight(self.beta.expect("only RMS norms have no shift"));
+            NormWeights { gamma, beta, epsilon }
+        };
         let out = Normed { y: &mut y, stats: &mut stats };
         match self.over {
-            Over::Rows(size) => ctx.kernels.layer_norm(size, ins[0].real(), weights, out),
-            Over::Groups(size) => ctx.kernels.group_norm(size, ins[0].real(), weights, out),
+            Over::Rows(size) => ctx.kernels.layer_norm(size, ins[0].real(), weights(), out),
+            Over::Squares(size) => ctx.kernels.rms_norm(size, ins[0].real(), gamma, epsilon, out),
+            Over::Groups(size) => ctx.kernels.group_norm(size, ins[0].real(), weights(), out),
         }
         Ok(vec![Value::Real(y), Value::Real(stats)])
     }
 
     fn backward(&self, ctx: &Ctx<'_, K>, saved: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {
         let mut dx = ctx.kernels.buffer(self.over.len());
-        let mut sums = ctx.kernels.buffer(2 * self.over.channels());
+        let mut sums = ctx.kernels.buffer(self.over.weights());
         let (x, stats) = (saved.ins[0].real(), saved.extras[0].real());
         let given = NormSaved { x, stats, gamma: ctx.weight(self.gamma) };
         let out = NormGrad { residual: saved.residual, dx: &mut dx, sums: &mut sums };
         let dy = saved.gradient.real();
         match self.over {
             Over::Rows(size) => ctx.kernels.layer_norm_grad(size, given, dy, out),
+            Over::Squares(size) => ctx.kernels.rms_norm_grad(size, given, dy, out),
             Over::Groups(size) => ctx.kernels.group_norm_grad(size, given, dy, out),
         }
         Ok(Made { gradients: vec![Some(dx)], extras: vec![Value::Real(sums)] })

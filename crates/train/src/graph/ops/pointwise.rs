@@ -11,6 +11,12 @@ struct Activate {
     len: usize,
 }
 
+/// `activation(gate) up`.
+struct Gate {
+    activation: Activation,
+    len: usize,
+}
+
 struct Residual {
     size: Rows,
     /// The first row here.
@@ -37,6 +43,12 @@ impl<K: Kernels> Builder<'_, '_, K> {
     fn activated(&mut self, x: Val, activation: Activation, keep: Keep) -> Val {
         let out = self.typed(x).clone();
         self.push(Activate { activation, len: out.len() }, &[x], out, keep)
+    }
+
+    /// `activation(gate) up`.
+    pub fn gate(&mut self, gate: Val, up: Val, activation: Activation) -> Val {
+        let out = self.typed(gate).clone();
+        self.push(Gate { activation, len: out.len() }, &[gate, up], out, Keep::Always)
     }
 
     /// `trunk + dropped(branch)`. The branch comes to lie as the trunk does.
@@ -80,6 +92,34 @@ impl<K: Kernels> Op<K> for Activate {
         let mut d = saved.gradient.take();
         ctx.kernels.activate_grad(self.activation, saved.ins[0].real(), &mut d);
         Ok(Made::one(d))
+    }
+}
+
+impl<K: Kernels> Op<K> for Gate {
+    fn name(&self) -> &'static str {
+        "gate"
+    }
+
+    fn needs(&self) -> Needs {
+        Needs {
+            backward: Reads { ins: vec![0, 1], gradient: true, ..Reads::default() },
+            backward_takes_gradient: true,
+            ..Needs::default()
+        }
+    }
+
+    fn forward(&self, ctx: &Ctx<'_, K>, ins: Vec<Arg<'_, K::Buf>>) -> Result<Vec<Value<K::Buf>>, StageError> {
+        let mut y = ctx.kernels.buffer(self.len);
+        ctx.kernels.gate(self.activation, ins[0].real(), ins[1].real(), &mut y);
+        Ok(vec![Value::Real(y)])
+    }
+
+    fn backward(&self, ctx: &Ctx<'_, K>, mut saved: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {
+        let mut d_up = saved.gradient.take();
+        let mut d_gate = ctx.kernels.buffer(self.len);
+        let (gate, up) = (saved.ins[0].real(), saved.ins[1].real());
+        ctx.kernels.gate_grad(self.activation, gate, up, &mut d_up, &mut d_gate);
+        Ok(Made { gradients: vec![Some(d_gate), Some(d_up)], extras: vec![] })
     }
 }
 

@@ -157,6 +157,7 @@ impl<'s, 'p, K: Kernels> Units<'_, 's, 'p, K> {
             parallel: Parallel::Columns(TP, 0),
             init: init(wide),
             bias: true,
+            transposed: false,
             in_attention: false,
         };
         let time = self.b.linear(time, &projected);
@@ -263,7 +264,19 @@ impl<'s, 'p, K: Kernels> Units<'_, 's, 'p, K> {
         let (parallel, init) = (Parallel::None, init(ins));
         let (ins, outs) = ([ins], [outs]);
         let (bias, in_attention) = (true, false);
-        self.b.linear(x, &LinearSpec { name, ins: &ins, outs: &outs, parallel, init, bias, in_attention })
+        self.b.linear(
+            x,
+            &LinearSpec {
+                name,
+                ins: &ins,
+                outs: &outs,
+                parallel,
+                init,
+                bias,
+                transposed: false,
+                in_attention,
+            },
+        )
     }
 
     fn layer_norm(&mut self, x: Val, name: &str) -> Val {
