@@ -27,8 +27,9 @@ fn parameters(place: &StageRank, count: usize) -> Vec<Parameter> {
     for i in 0..count {
         let (name, init) = (format!("h.{i}.weight"), Init::Zeros);
         let (shape, split) = (&[1024, 1024][..], Some(i % 2));
-        let (decay, partial_over_tp) = (true, false);
-        parameters.declare(Declaration { name, shape, split, init, decay, partial_over_tp });
+        let (decay, rows_over) = (true, None);
+        let split = split.map(|dim| (dim, "tp"));
+        parameters.declare(Declaration { name, shape, split, init, decay, rows_over });
     }
     parameters.into_list()
 }

@@ -17,10 +17,10 @@ use std::sync::Arc;
 use crossmesh_core::dtype::DType;
 use crossmesh_core::layout::Layout;
 
+use crate::graph::{Ctx, Elements, Frame, Item, Mode, Remembered, Team, TeamAxis, Unit};
 use crate::group::Group;
 use crate::kernels::scalar::Scalar;
 use crate::kernels::{Buffer, Kernels};
-use crate::layers::{Ctx, Elements, Item, Mode, Remembered, Saved};
 use crate::models::ConfigError;
 use crate::parameter::{Parameter, Parameters};
 use crate::stage::{
@@ -113,31 +113,6 @@ impl<B: Buffer> Flow<B> {
     }
 }
 
-/// A piece of a model that is never cut.
-pub trait Unit<K: Kernels>: Send {
-    /// Takes and reads tensors, gives others, and remembers what B will need.
-    fn forward(
-        &self,
-        ctx: &Ctx<'_, K>,
-        flow: &mut Flow<K::Buf>,
-        saved: &mut Saved<K::Buf>,
-    ) -> Result<(), StageError>;
-
-    /// B: takes the gradients of what it gave, gives those of what it took, adds to those of what it read. Remembers what W
-    /// will need, and no more.
-    fn backward_input(
-        &self,
-        ctx: &Ctx<'_, K>,
-        flow: &mut Flow<K::Buf>,
-        saved: &mut Saved<K::Buf>,
-    ) -> Result<(), StageError>;
-
-    /// W: adds to the gradients of its weights.
-    fn backward_weight(&self, kernels: &K, saved: &mut Saved<K::Buf>, grads: &mut K::Buf);
-
-    fn remembered(&self, recompute: Recompute) -> Remembered;
-}
-
 /// A model: units in order.
 pub trait Model<K: Kernels> {
     fn num_units(&self) -> usize;
@@ -148,7 +123,7 @@ pub trait Model<K: Kernels> {
     /// What a unit needs and makes; known without making it.
     fn interface(&self, unit: usize) -> Interface;
     /// Makes a unit, declaring its weights.
-    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Box<dyn Unit<K>>;
+    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Unit<K>;
 }
 
 /// How a stage is set up on a rank.
@@ -174,6 +149,11 @@ impl Setup {
     /// This rank's samples of a microbatch.
     pub fn own_samples(&self) -> Range<usize> {
         self.place.dp().part(self.samples)
+    }
+
+    /// The ranks that compute a pass together: those along `tp`.
+    pub fn team(&self) -> Team {
+        Team { axes: vec![TeamAxis { name: "tp".into(), along: self.place.tp() }] }
     }
 
     fn layout(&self, tensor: &Tensor, real: DType) -> Layout {
@@ -229,7 +209,7 @@ pub fn parameters<K: Kernels>(model: &dyn Model<K>) -> Vec<Parameter> {
 
 /// The units of a stage, and what follows from them.
 struct Parts<K: Kernels> {
-    units: Vec<Box<dyn Unit<K>>>,
+    units: Vec<Unit<K>>,
     /// Where the parameters of each unit begin that are its own; and where the last ones end.
     starts: Vec<usize>,
     parameters: Vec<Parameter>,
@@ -268,7 +248,7 @@ impl<K: Kernels> Parts<K> {
     }
 
     fn activation_bytes(&self, setup: &Setup) -> ActivationBytes {
-        let remembered: Remembered = self.units.iter().map(|u| u.remembered(setup.recompute)).sum();
+        let remembered: Remembered = self.units.iter().map(Unit::remembered).sum();
         let coord = setup.place.coord();
         let input = |port: &Port| {
             let len = shard_dims(&port.layout, coord).iter().product();
@@ -292,7 +272,8 @@ impl<K: Kernels> Parts<K> {
 /// A stage of units.
 pub struct Chain<K: Kernels> {
     kernels: Arc<K>,
-    tp: Arc<dyn Group<K::Buf>>,
+    /// The ranks along every axis of [`Setup::team`].
+    groups: Vec<Arc<dyn Group<K::Buf>>>,
     setup: Setup,
     parts: Parts<K>,
     held: BTreeMap<MicrobatchId, Held<K::Buf>>,
@@ -311,9 +292,9 @@ enum Memory<B> {
     /// The inputs: the rest is computed again.
     Inputs(Flow<B>),
     /// For B: what each unit saved.
-    Forward(Vec<Saved<B>>),
+    Forward(Vec<Frame<B>>),
     /// For W.
-    Backward(Vec<Saved<B>>),
+    Backward(Vec<Frame<B>>),
 }
 
 impl<K: Kernels> Chain<K> {
@@ -327,20 +308,19 @@ impl<K: Kernels> Chain<K> {
     ) -> Result<Self, ConfigError> {
         assert_eq!(tp.size(), setup.place.tp().size, "ranks along tp");
         let parts = Parts::new(model, range, &setup)?;
-        Ok(Self { kernels, tp, parts, setup, held: BTreeMap::new(), live: Live::default() })
+        Ok(Self { kernels, groups: vec![tp], parts, setup, held: BTreeMap::new(), live: Live::default() })
     }
 
-    fn ctx<'a>(&'a self, microbatch: Microbatch, params: &'a K::Buf, mode: Mode) -> Ctx<'a, K> {
+    fn ctx<'a>(&'a self, microbatch: Microbatch, params: Option<&'a K::Buf>, mode: Mode) -> Ctx<'a, K> {
         let first_sample = microbatch.first_sample + self.setup.own_samples().start as u64;
         Ctx {
             kernels: &self.kernels,
-            tp: &*self.tp,
+            groups: &self.groups,
             params,
             microbatch,
             first_sample,
             seed: self.setup.seed,
             mode,
-            recompute: self.setup.recompute,
         }
     }
 
@@ -358,13 +338,12 @@ impl<K: Kernels> Chain<K> {
         Ok(flow)
     }
 
-    fn run(&self, ctx: &Ctx<'_, K>, flow: &mut Flow<K::Buf>) -> Result<Vec<Saved<K::Buf>>, StageError> {
+    fn run(&self, ctx: &Ctx<'_, K>, flow: &mut Flow<K::Buf>) -> Result<Vec<Frame<K::Buf>>, StageError> {
         let mut saved = Vec::with_capacity(self.parts.units.len());
         for unit in &self.parts.units {
-            let mut memory = Saved::default();
-            unit.forward(ctx, flow, &mut memory)?;
+            let frame = unit.forward(ctx, flow)?;
             if ctx.mode == Mode::Train {
-                saved.push(memory);
+                saved.push(frame);
             }
         }
         Ok(saved)
@@ -491,7 +470,7 @@ impl<K: Kernels> Stage for Chain<K> {
         let mut flow = self.flow(inputs)?;
         let again = self.setup.recompute == Recompute::Everything;
         let kept = again.then(|| self.copy(&flow));
-        let saved = self.run(&self.ctx(microbatch, params, Mode::Train), &mut flow)?;
+        let saved = self.run(&self.ctx(microbatch, Some(params), Mode::Train), &mut flow)?;
         let memory = kept.map_or(Memory::Forward(saved), Memory::Inputs);
         let outputs = self.outputs_of(&mut flow);
         self.hold(microbatch.id, Held { microbatch, memory, away: None });
@@ -505,7 +484,7 @@ impl<K: Kernels> Stage for Chain<K> {
         inputs: Vec<Value<K::Buf>>,
     ) -> Result<Vec<Value<K::Buf>>, StageError> {
         let mut flow = self.flow(inputs)?;
-        self.run(&self.ctx(microbatch, params, Mode::Evaluate), &mut flow)?;
+        self.run(&self.ctx(microbatch, Some(params), Mode::Evaluate), &mut flow)?;
         Ok(self.outputs_of(&mut flow))
     }
 
@@ -516,7 +495,7 @@ impl<K: Kernels> Stage for Chain<K> {
         grads: Vec<K::Buf>,
     ) -> Result<Vec<K::Buf>, StageError> {
         let Held { microbatch, memory, .. } = self.held_for(id, "B")?;
-        let ctx = self.ctx(microbatch, params, Mode::Train);
+        let ctx = self.ctx(microbatch, Some(params), Mode::Train);
         let mut saved = match memory {
             Memory::Inputs(mut flow) => self.run(&ctx, &mut flow)?,
             Memory::Forward(saved) | Memory::Backward(saved) => saved,
@@ -537,10 +516,11 @@ impl<K: Kernels> Stage for Chain<K> {
         grads: &mut K::Buf,
         ready: &mut dyn FnMut(&mut K::Buf, Range<usize>),
     ) -> Result<(), StageError> {
-        let Held { memory, .. } = self.held_for(id, "W")?;
+        let Held { microbatch, memory, .. } = self.held_for(id, "W")?;
         let Memory::Backward(mut saved) = memory else { unreachable!("held_for checked it") };
+        let ctx = self.ctx(microbatch, None, Mode::Train);
         for (i, unit) in self.parts.units.iter().enumerate().rev() {
-            unit.backward_weight(&self.kernels, &mut saved[i], grads);
+            unit.backward_weight(&ctx, &mut saved[i], grads)?;
             // A tied weight belongs to the first unit that uses it, and that one comes last.
             ready(grads, self.parts.starts[i]..self.parts.starts[i + 1]);
         }
@@ -615,8 +595,8 @@ impl<B: Buffer> Memory<B> {
 
     fn elements(&self) -> Elements {
         match self {
-            Memory::Inputs(flow) => flow.0.values().map(elements).sum(),
-            Memory::Forward(saved) | Memory::Backward(saved) => saved.iter().map(Saved::elements).sum(),
+            Memory::Inputs(flow) => flow.0.values().map(Elements::of).sum(),
+            Memory::Forward(saved) | Memory::Backward(saved) => saved.iter().map(Frame::elements).sum(),
         }
     }
 }
@@ -626,14 +606,6 @@ fn values<P: bytemuck::Pod + Default>(bytes: &[u8]) -> Vec<P> {
     let mut values = vec![P::default(); bytes.len() / size_of::<P>()];
     bytemuck::cast_slice_mut(&mut values).copy_from_slice(bytes);
     values
-}
-
-fn elements<B: Buffer>(value: &Value<B>) -> Elements {
-    match value {
-        Value::Real(buf) => Elements::real(buf.len()),
-        Value::Ids(ids) => Elements { real: 0, ids: ids.len() },
-        Value::Loss(_) => Elements::default(),
-    }
 }
 
 /// Whether a value is what a port's layout says, on this rank.

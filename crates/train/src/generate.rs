@@ -171,6 +171,7 @@ impl<T: Scalar> Generator<T> {
         let size = Attention {
             samples: 1,
             heads,
+            kv_heads: heads,
             head_dim: width / heads,
             queries: rows,
             keys: self.tokens.len(),

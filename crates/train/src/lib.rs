@@ -1,8 +1,8 @@
-//! Composes: kernels, layers, models and optimizers behind one seam, the stage.
+//! Composes: kernels, graphs, models and optimizers behind one seam, the stage.
 //!
 //! ```text
 //! kernels     what a device can do: one trait, buffers nobody looks into
-//! layers      forward, B and W as separate calls; tensor parallelism inside
+//! graph       layers as graphs of ops: their passes, what is kept and what ranks say to each other follow
 //! chain       units of a model in a row are a stage
 //! models      GPT, the U-Transformer
 //! stage       THE SEAM: passes over buffers with names and layouts, parameters, bytes
@@ -23,10 +23,10 @@ pub mod checkpoint;
 pub mod config;
 pub mod data;
 pub mod generate;
+pub mod graph;
 pub mod group;
 pub mod job;
 pub mod kernels;
-pub mod layers;
 pub mod models;
 pub mod optim;
 pub mod parameter;

@@ -40,8 +40,6 @@ impl Along {
 pub struct StageRank {
     mesh: Mesh,
     coord: Vec<u32>,
-    dp: Along,
-    tp: Along,
 }
 
 impl StageRank {
@@ -50,15 +48,16 @@ impl StageRank {
         if let Some(axis) = mesh.axes().iter().find(|a| !["dp", "tp"].contains(&a.name.as_str())) {
             return Err(StageRankError::Axis { axis: axis.name.clone(), mesh });
         }
+        Self::over(mesh, position)
+    }
+
+    /// The same for a mesh with any axes; those that are not `dp` are for the ops of a graph to share out.
+    pub fn over(mesh: Mesh, position: usize) -> Result<Self, StageRankError> {
         if position >= mesh.len() {
             return Err(StageRankError::Position { position, len: mesh.len(), mesh });
         }
         let coord = mesh.coord(position);
-        let along = |name: &str| match mesh.axis_index(name) {
-            Some(i) => Along { rank: coord[i] as usize, size: mesh.axes()[i].len as usize },
-            None => Along { rank: 0, size: 1 },
-        };
-        Ok(Self { dp: along("dp"), tp: along("tp"), mesh, coord })
+        Ok(Self { mesh, coord })
     }
 
     /// A stage on one rank.
@@ -75,28 +74,34 @@ impl StageRank {
         &self.coord
     }
 
+    /// Where this rank is along an axis; alone, along one that the mesh does not have.
+    pub fn along(&self, axis: &str) -> Along {
+        match self.mesh.axis_index(axis) {
+            Some(i) => Along { rank: self.coord[i] as usize, size: self.mesh.axes()[i].len as usize },
+            None => Along { rank: 0, size: 1 },
+        }
+    }
+
     pub fn dp(&self) -> Along {
-        self.dp
+        self.along("dp")
     }
 
     pub fn tp(&self) -> Along {
-        self.tp
+        self.along("tp")
     }
 
-    /// Weights, split over `tp` along one dim or held by everybody.
-    pub fn weight_layout(&self, dtype: DType, shape: &[usize], split: Option<usize>) -> Layout {
-        let dims: Vec<&str> = (0..shape.len()).map(|d| if Some(d) == split { "tp" } else { "_" }).collect();
+    /// Weights, split over an axis along one dim or held by everybody.
+    pub fn weight_layout(&self, dtype: DType, shape: &[usize], split: Option<(usize, &str)>) -> Layout {
+        let axis = |d: usize| split.filter(|(dim, _)| *dim == d).map_or("_", |(_, axis)| axis);
+        let dims: Vec<&str> = (0..shape.len()).map(axis).collect();
         self.layout(dtype, shape, &self.known(&dims), "")
     }
 
     /// The gradients of weights: every rank along `dp` has summands of them, and where a rank saw only some rows of its samples,
-    /// every rank along `tp` too.
-    pub fn grad_layout(&self, weights: &Layout, partial_over_tp: bool) -> Layout {
-        let long = |axis: &str| match axis {
-            "dp" => self.dp.size > 1,
-            _ => partial_over_tp && self.tp.size > 1,
-        };
-        let axes: Vec<&str> = ["dp", "tp"].into_iter().filter(|axis| long(axis)).collect();
+    /// every rank along the axis that shares them out too.
+    pub fn grad_layout(&self, weights: &Layout, rows_over: Option<&str>) -> Layout {
+        let long = |axis: &&str| self.along(axis).size > 1;
+        let axes: Vec<&str> = ["dp"].into_iter().chain(rows_over).filter(long).collect();
         if axes.is_empty() {
             return weights.clone();
         }
@@ -124,7 +129,7 @@ impl StageRank {
     ) -> Layout {
         let axes = if sequence_parallel { "dp+tp" } else { "dp" };
         let mut split = self.known(&[axes]).remove(0);
-        if !samples.is_multiple_of(self.dp.size) {
+        if !samples.is_multiple_of(self.dp().size) {
             // Chunks of rows would cut samples in two.
             let cuts = self.row_cuts(samples, rows, sequence_parallel);
             let cuts: Vec<String> = cuts.iter().map(usize::to_string).collect();
@@ -135,10 +140,10 @@ impl StageRank {
 
     /// Where the parts of all ranks begin, and where the last one ends.
     fn row_cuts(&self, samples: usize, rows: usize, sequence_parallel: bool) -> Vec<usize> {
-        let inner = if sequence_parallel { self.tp.size } else { 1 };
+        let inner = if sequence_parallel { self.tp().size } else { 1 };
         let mut cuts = vec![0];
-        for rank in 0..self.dp.size {
-            let part = Along { rank, ..self.dp }.part(samples);
+        for rank in 0..self.dp().size {
+            let part = Along { rank, ..self.dp() }.part(samples);
             let rows = part.start * rows..part.end * rows;
             let ends = (0..inner).map(|rank| Along { rank, size: inner }.part(rows.len()).end);
             cuts.extend(ends.map(|end| rows.start + end));
@@ -148,7 +153,7 @@ impl StageRank {
 
     /// A number that the ranks along `dp` add up.
     pub fn loss_layout(&self) -> Layout {
-        let partial = if self.dp.size > 1 { "| sum dp" } else { "" };
+        let partial = if self.dp().size > 1 { "| sum dp" } else { "" };
         self.layout(DType::F64, &[], &[], partial)
     }
 
@@ -190,13 +195,13 @@ mod tests {
     fn weights_and_their_gradients() {
         let p = place("A{dp:2,tp:3}", 4);
         assert_eq!((p.dp(), p.tp()), (Along { rank: 1, size: 2 }, Along { rank: 1, size: 3 }));
-        let weights = p.weight_layout(DType::F32, &[8, 6], Some(1));
+        let weights = p.weight_layout(DType::F32, &[8, 6], Some((1, "tp")));
         assert_eq!(weights.to_string(), "f32[8,6]@A{dp:2,tp:3}(_,tp)");
-        assert_eq!(p.grad_layout(&weights, false).to_string(), "f32[8,6]@A{dp:2,tp:3}(_,tp | sum dp)");
+        assert_eq!(p.grad_layout(&weights, None).to_string(), "f32[8,6]@A{dp:2,tp:3}(_,tp | sum dp)");
         let whole = p.weight_layout(DType::F32, &[8], None);
-        assert_eq!(p.grad_layout(&whole, true).to_string(), "f32[8]@A{dp:2,tp:3}(_ | sum dp+tp)");
+        assert_eq!(p.grad_layout(&whole, Some("tp")).to_string(), "f32[8]@A{dp:2,tp:3}(_ | sum dp+tp)");
         assert_eq!(shard_dims(&weights, p.coord()), [8, 2]);
-        let few = p.weight_layout(DType::F32, &[8, 1], Some(1));
+        let few = p.weight_layout(DType::F32, &[8, 1], Some((1, "tp")));
         assert_eq!(shard_dims(&few, p.coord()), [8, 0]);
     }
 
@@ -207,7 +212,7 @@ mod tests {
         assert_eq!(p.row_layout(DType::F64, 4, 5, 6, true).to_string(), "f64[20,6]@B{tp:2}(tp,_)");
         assert_eq!(p.loss_layout().to_string(), "f64[]@B{tp:2}()");
         let p = place("C{dp:2}", 1);
-        assert_eq!(p.weight_layout(DType::F64, &[4], Some(0)).to_string(), "f64[4]@C{dp:2}(_)");
+        assert_eq!(p.weight_layout(DType::F64, &[4], Some((0, "tp"))).to_string(), "f64[4]@C{dp:2}(_)");
         assert_eq!(p.loss_layout().to_string(), "f64[]@C{dp:2}(| sum dp)");
     }
 

@@ -1,10 +1,11 @@
-//! GPT: parallel equals single rank, in every way it can be cut; and it learns.
+//! Decoders, GPT-2's and Llama's: parallel equals single rank, in every way it can be cut; and it learns.
 
 mod common;
 
 use std::collections::BTreeMap;
 
 use common::{Job, Outcome, Single, StageSpec, Whole, assert_same, run};
+use crossmesh_train::chain::{Outline, Setup};
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
 use crossmesh_train::optim::schedule::Schedule;
@@ -15,6 +16,12 @@ use crossmesh_train::stage_rank::StageRank;
 /// Nothing here divides by 2 or 3: heads, vocabulary, hidden columns, tokens.
 fn config(tied: bool, dropout: f64) -> GptConfig {
     GptConfig { tied, dropout, hidden: 31, ..GptConfig::new(13, 7, 20, 4, 5) }
+}
+
+/// A Llama with so many heads of keys and values.
+fn llama(kv_heads: usize) -> GptConfig {
+    let heads = 2 * kv_heads;
+    GptConfig { dropout: 0.1, ..GptConfig::llama((13, 7), 4 * heads, 3, (heads, kv_heads), 11) }
 }
 
 fn batch(config: &GptConfig, samples: usize, microbatches: usize) -> Vec<BTreeMap<String, Whole>> {
@@ -216,4 +223,71 @@ fn learns_a_periodic_text() {
     let (first, last) = (losses[0], *losses.last().unwrap());
     assert!((first - 11f64.ln()).abs() < 0.2, "at first every token is as likely as any: {first}");
     assert!(last < 0.05, "{losses:?}");
+}
+
+#[test]
+fn a_llamas_gradients_are_derivatives_of_the_loss() {
+    for tied in [false, true] {
+        let config = GptConfig { tied, ..llama(3) };
+        let mut single = Single::new(&Gpt::new(config.clone()).unwrap(), 2);
+        single.params.iter_mut().for_each(|x| *x *= 4.0);
+        single.check_gradients(2, &batch(&config, 2, 1)[0], 1e-6);
+    }
+}
+
+/// Heads of keys and values over ranks, few and many, evenly and not; rows split or not; kept or computed again.
+#[test]
+fn a_parallel_llama_equals_one_rank() {
+    let mut jobs = 0;
+    for kv_heads in 1..=4 {
+        let config = llama(kv_heads);
+        let wanted = single(&config);
+        for tp in 1..=4 {
+            let meshes = [format!("A{{tp:{tp}}}"), format!("B{{dp:2,tp:{tp}}}")];
+            let legal = tp <= kv_heads || tp % kv_heads == 0;
+            for sequence_parallel in [false, true] {
+                let recompute = if sequence_parallel { Recompute::Attention } else { Recompute::Nothing };
+                let stages = [(meshes[0].as_str(), 2), (meshes[1].as_str(), 1)];
+                let job = Job { sequence_parallel, recompute, ..job(&config, &stages) };
+                if legal {
+                    check(&config, &job, &wanted);
+                    jobs += 1;
+                }
+            }
+        }
+    }
+    assert_eq!(jobs, 28);
+}
+
+#[test]
+fn a_llama_that_cannot_be_shared_out_is_refused() {
+    let config = llama(3);
+    let place = StageRank::new("A{tp:4}".parse().unwrap(), 0).unwrap();
+    let setup = Setup { place, ..Setup::alone(4, 1) };
+    let error = Outline::new::<Cpu<f64>>(&Gpt::new(config).unwrap(), 0..1, &setup).unwrap_err().to_string();
+    assert!(error.contains("kv_heads = 3") && error.contains("hint"), "{error}");
+    let error = Gpt::new(GptConfig::llama((13, 7), 24, 1, (4, 3), 8)).unwrap_err().to_string();
+    assert!(error.contains("kv_heads = 3: 4 heads of queries"), "{error}");
+}
+
+/// rows x (4d + 2 H h + 2 KV h + H + 2 + 3f) elements, nothing recomputed.
+#[test]
+fn a_llama_block_keeps_the_formula() {
+    let (d, heads, kv_heads, f) = (512, 8, 2, 1376);
+    let model = Gpt::new(GptConfig::llama((64, 16), d, 1, (heads, kv_heads), f)).unwrap();
+    let outline = Outline::new::<Cpu<f64>>(&model, 1..2, &Setup::alone(3, 1)).unwrap();
+    let h = d / heads;
+    let row = 4 * d + 2 * heads * h + 2 * kv_heads * h + heads + 2 + 3 * f;
+    assert_eq!(row, 7_466);
+    assert_eq!(outline.activations.after_forward, (3 * 16 * row * size_of::<f64>()) as u64);
+}
+
+#[test]
+fn llama_3_8b_has_its_parameters() {
+    let config = GptConfig::llama((128_256, 64), 4096, 32, (32, 8), 14_336);
+    let model = Gpt::new(config).unwrap();
+    let outline = |units| Outline::new::<Cpu<f32>>(&model, units, &Setup::alone(1, 1)).unwrap();
+    let all =
+        outline(0..1).num_elements() + 32 * outline(1..2).num_elements() + outline(33..34).num_elements();
+    assert_eq!(all, 8_030_261_248);
 }

@@ -40,6 +40,7 @@ use crossmesh_train::data::{self, DataError, DataSet, Kind, Split};
 use crossmesh_train::job::JobError;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::ConfigError as ModelError;
+use crossmesh_train::models::gpt::Family;
 use crossmesh_train::wiring::Wiring;
 use serde::{Deserialize, Serialize};
 
@@ -293,7 +294,8 @@ fn open_data(config: &Config) -> Result<Arc<dyn DataSet>> {
 pub fn model_text(model: &ModelKind) -> String {
     match model {
         ModelKind::Gpt { config: c, .. } => {
-            format!("GPT of {} layers, width {}, context {}", c.layers, c.width, c.context)
+            let family = if c.family == Family::Gpt2 { "GPT" } else { "Llama" };
+            format!("{family} of {} layers, width {}, context {}", c.layers, c.width, c.context)
         }
         ModelKind::Unet(c) => {
             format!(

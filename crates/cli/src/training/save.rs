@@ -22,6 +22,7 @@ use crossmesh_train::checkpoint::{
 use crossmesh_train::config::AnyModel;
 use crossmesh_train::job::Job;
 use crossmesh_train::kernels::scalar::Scalar;
+use crossmesh_train::models::gpt::Family;
 use crossmesh_train::optim::OptimizerConfig;
 use crossmesh_train::runtime::{TrainError, Trainer};
 use crossmesh_train::stage_rank::StageRank;
@@ -341,10 +342,19 @@ pub fn model_facts(model: &AnyModel) -> serde_json::Value {
     match model {
         AnyModel::Gpt(gpt) => {
             let c = gpt.config();
-            serde_json::json!({
+            let mut facts = serde_json::json!({
                 "kind": "gpt", "vocab": c.vocab, "context": c.context, "width": c.width, "layers": c.layers,
                 "heads": c.heads, "hidden": c.hidden, "tied": c.tied, "dropout": c.dropout, "epsilon": c.epsilon,
-            })
+            });
+            if let Family::Llama { kv_heads, rotary } = &c.family {
+                facts["kind"] = "llama".into();
+                facts["kv_heads"] = (*kv_heads).into();
+                facts["rope_theta"] = rotary.theta.into();
+                if let Some(s) = rotary.scaling {
+                    facts["rope_scaling"] = serde_json::json!([s.factor, s.low, s.high, s.old_context]);
+                }
+            }
+            facts
         }
         AnyModel::Unet(unet) => {
             let c = unet.config();

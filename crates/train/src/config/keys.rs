@@ -74,7 +74,8 @@ const COUNT: Kind = Kind::Count { least: 1 };
 const MAYBE: Kind = Kind::Count { least: 0 };
 const POSITIVE: Kind = Kind::Number { least: 0.0, most: f64::INFINITY };
 
-const GPT: &[&str] = &["gpt"];
+const DECODER: &[&str] = &["gpt", "llama"];
+const LLAMA: &[&str] = &["llama"];
 const UNET: &[&str] = &["u-transformer"];
 const LANGUAGE: &[&str] = &["language"];
 const TEXT: &[&str] = &["text"];
@@ -85,14 +86,17 @@ const SGD: &[&str] = &["sgd"];
 
 /// All of them, in the order in which they are printed.
 pub const KEYS: &[Key] = &[
-    key("model", "kind", Kind::Choice(&["gpt", "u-transformer"]), "\"gpt\"", "GPT-2's architecture, or a U-Net with attention that predicts noise."),
-    key("model", "vocab", COUNT, "", "Tokens that the model knows. Without it: as many as the data has.").only(GPT),
-    key("model", "context", COUNT, "64", "Tokens of a sample.").only(GPT),
-    key("model", "width", COUNT, "128", "Columns of the hidden state.").only(GPT),
-    key("model", "layers", COUNT, "4", "Transformer blocks.").only(GPT),
-    key("model", "hidden", COUNT, "", "Columns inside a feed-forward branch. Without it: four times the width.").only(GPT),
-    key("model", "tied", Kind::Flag, "true", "Whether logits come from the token table itself.").only(GPT),
-    key("model", "dropout", Kind::Number { least: 0.0, most: 0.999 }, "0.0", "The share of elements that training drops.").only(GPT),
+    key("model", "kind", Kind::Choice(&["gpt", "llama", "u-transformer"]), "\"gpt\"", "GPT-2's architecture, Llama's, or a U-Net with attention that predicts noise."),
+    key("model", "vocab", COUNT, "", "Tokens that the model knows. Without it: as many as the data has.").only(DECODER),
+    key("model", "context", COUNT, "64", "Tokens of a sample.").only(DECODER),
+    key("model", "width", COUNT, "128", "Columns of the hidden state.").only(DECODER),
+    key("model", "layers", COUNT, "4", "Transformer blocks.").only(DECODER),
+    key("model", "hidden", COUNT, "", "Columns inside a feed-forward branch. Without it: four times the width; of a Llama eight thirds of it, rounded up to a multiple of 32.").only(DECODER),
+    key("model", "kv_heads", COUNT, "", "Heads of keys and values, a divisor of `heads`. Without it: as many as `heads`.").only(LLAMA),
+    key("model", "rope_theta", POSITIVE, "1e4", "How fast rotary positions turn: the base of their frequencies.").only(LLAMA),
+    key("model", "rope_scaling", Kind::Counts { least: 1 }, "", "Llama 3.1's scaling of slow turns: factor, low and high number of turns, and the old context. `[8, 1, 4, 8192]` is its own. Without it: none.").only(LLAMA),
+    key("model", "tied", Kind::Flag, "", "Whether logits come from the token table itself. Without it: of a GPT they do, of a Llama not.").only(DECODER),
+    key("model", "dropout", Kind::Number { least: 0.0, most: 0.999 }, "0.0", "The share of elements that training drops.").only(DECODER),
     key("model", "image", COUNT, "16", "Height and width of an image.").only(UNET),
     key("model", "image_channels", COUNT, "4", "Channels of an image.").only(UNET),
     key("model", "base", COUNT, "32", "Channels of the first level.").only(UNET),

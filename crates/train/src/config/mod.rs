@@ -171,7 +171,8 @@ impl Values {
             Some(Value::Text(kind)) => Some(kind),
             // What data there is by default depends on the model.
             _ => Some(
-                if self.kind_of("model").as_deref() == Some("gpt") { "language" } else { "images" }.into(),
+                if self.kind_of("model").as_deref() == Some("u-transformer") { "images" } else { "language" }
+                    .into(),
             ),
         }
     }
@@ -238,6 +239,10 @@ impl Values {
 
     fn flag(&self, path: &str) -> bool {
         matches!(self.entry(path).map(|e| e.value), Some(Value::Flag(true)))
+    }
+
+    fn maybe_flag(&self, path: &str) -> Option<bool> {
+        self.entry(path).map(|entry| entry.value == Value::Flag(true))
     }
 
     fn text(&self, path: &str) -> String {

@@ -98,7 +98,7 @@ fn impossible_values_are_named_with_their_line() {
     let other = refused("[model]\nkind = \"u-transformer\"\ntied = true", &[]);
     assert_eq!(
         other,
-        "a.toml:3: model.tied: model of kind \"u-transformer\" has no such key\nhint: it is for the kind gpt"
+        "a.toml:3: model.tied: model of kind \"u-transformer\" has no such key\nhint: it is for the kind gpt and llama"
     );
     let many = refused("[model]\nlayers = 1\n[[stage]]\nrepeat = 9", &[]);
     assert!(many.contains("the model has 3 units, too few for 9 stages"), "{many}");

@@ -7,7 +7,8 @@ use crossmesh_core::schedule::{Backward, Name};
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
 
 use crate::job::Update;
-use crate::models::gpt::GptConfig;
+use crate::models::gpt::rotary::{Llama3Scaling, RotaryConfig};
+use crate::models::gpt::{Family, GptConfig};
 use crate::models::unet::UnetConfig;
 use crate::optim::OptimizerConfig;
 use crate::optim::schedule::Schedule as Rate;
@@ -34,13 +35,21 @@ impl ModelKind {
     pub(super) fn of(values: &Values) -> Result<Self, ConfigError> {
         let count = |name: &str| values.count(&format!("model.{name}"));
         let (heads, epsilon) = (count("heads"), values.number("model.epsilon"));
-        if values.text("model.kind") == "gpt" {
+        let kind = values.text("model.kind");
+        if kind != "u-transformer" {
             let vocab = values.maybe_count("model.vocab");
             let (context, width) = (count("context"), count("width"));
-            let hidden = values.maybe_count("model.hidden").unwrap_or(width.saturating_mul(4));
-            let (tied, dropout) = (values.flag("model.tied"), values.number("model.dropout"));
+            let (family, usual) = match kind.as_str() {
+                "llama" => {
+                    (llama(values, heads)?, (width.saturating_mul(8) / 3).saturating_add(31) / 32 * 32)
+                }
+                _ => (Family::Gpt2, width.saturating_mul(4)),
+            };
+            let hidden = values.maybe_count("model.hidden").unwrap_or(usual);
+            let tied = values.maybe_flag("model.tied").unwrap_or(family == Family::Gpt2);
+            let dropout = values.number("model.dropout");
             let sizes = GptConfig::new(vocab.unwrap_or(1), context, width, count("layers"), heads);
-            let config = GptConfig { hidden, tied, dropout, epsilon, ..sizes };
+            let config = GptConfig { hidden, tied, dropout, epsilon, family, ..sizes };
             return Ok(ModelKind::Gpt { config, vocab });
         }
         let Some(Value::Counts(multipliers)) = values.entry("model.multipliers").map(|e| e.value) else {
@@ -65,6 +74,24 @@ impl ModelKind {
             ..UnetConfig::new(image, base)
         }))
     }
+}
+
+fn llama(values: &Values, heads: usize) -> Result<Family, ConfigError> {
+    let kv_heads = values.maybe_count("model.kv_heads").unwrap_or(heads);
+    let scaling = match values.entry("model.rope_scaling").map(|e| e.value) {
+        Some(Value::Counts(numbers)) => {
+            let [factor, low, high, old_context] = numbers[..] else {
+                let reason = format!("{} numbers are given", numbers.len());
+                let hint = "there are four: factor, low and high number of turns, old context, as in [8, 1, 4, 8192]";
+                return Err(values.error("model.rope_scaling", reason, hint));
+            };
+            let [factor, low, high, old_context] = [factor, low, high, old_context].map(|n| n as f64);
+            Some(Llama3Scaling { factor, low, high, old_context })
+        }
+        _ => None,
+    };
+    let theta = values.number("model.rope_theta");
+    Ok(Family::Llama { kv_heads, rotary: RotaryConfig { theta, scaling } })
 }
 
 /// What is trained on; whoever opens it knows files.

@@ -1,10 +1,9 @@
 //! What the units of a model compute and weigh, for cutting it into stages and for predictions: multiplications and additions of matrix products,
 //! convolutions and attention; all else is small beside them.
 
-use crate::chain::{Model, Setup, Shape};
+use crate::chain::{Model, Setup};
+use crate::graph::Cost;
 use crate::kernels::cpu::Cpu;
-use crate::models::gpt::{Gpt, GptConfig};
-use crate::models::unet::Unet;
 use crate::parameter::Parameters;
 use crate::stage::Recompute;
 use crate::stage_rank::StageRank;
@@ -32,69 +31,27 @@ impl UnitWork {
     }
 }
 
-/// By unit.
+/// By unit, from the ops that it consists of.
 pub fn unit_work(model: &super::resolve::AnyModel) -> Vec<UnitWork> {
-    match model {
-        super::resolve::AnyModel::Gpt(gpt) => gpt_work(gpt),
-        super::resolve::AnyModel::Unet(unet) => unet_work(unet),
-    }
-}
-
-/// Weights of a unit that are matrices, and all of them.
-fn weights(model: &dyn Model<Cpu<f32>>, unit: usize) -> (u64, u64) {
+    let model: &dyn Model<Cpu<f32>> = match model {
+        super::resolve::AnyModel::Gpt(gpt) => gpt,
+        super::resolve::AnyModel::Unet(unet) => unet,
+    };
     let (place, setup) = (StageRank::alone(), Setup::alone(1, 0));
-    let mut parameters = Parameters::new::<f32>(&place);
-    model.unit(unit, &setup, &mut parameters);
-    let list = parameters.into_list();
-    let count = |matrices: bool| {
-        list.iter().filter(|p| !matrices || p.layout.shape().len() > 1).map(|p| p.range.len() as u64).sum()
-    };
-    (count(true), count(false))
-}
-
-fn gpt_work(gpt: &Gpt) -> Vec<UnitWork> {
-    let GptConfig { vocab, context, width, layers, hidden, .. } = gpt.config().clone();
-    let [vocab, rows, width, hidden] = [vocab, context, width, hidden].map(|n| n as f64);
     let work = |unit: usize| {
-        let (matrix, attention) = match unit {
-            0 => (rows * width, 0.0),
-            unit if unit <= layers => {
-                let columns = 4.0 * width + 2.0 * hidden;
-                // Scores and their sums of values, for the half of the pairs that is not masked.
-                (2.0 * rows * width * columns, 2.0 * rows * rows * width)
-            }
-            _ => (2.0 * rows * width * vocab, 0.0),
-        };
-        UnitWork { matrix, attention, parameters: weights(gpt, unit).1 }
+        let mut parameters = Parameters::new::<f32>(&place);
+        let Cost { matrix, attention } = model.unit(unit, &setup, &mut parameters).cost();
+        UnitWork { matrix, attention, parameters: parameters.end() as u64 }
     };
-    (0..layers + 2).map(work).collect()
-}
-
-fn unet_work(unet: &Unet) -> Vec<UnitWork> {
-    let model: &dyn Model<Cpu<f32>> = unet;
-    let work = |unit: usize| {
-        let interface = model.interface(unit);
-        let hidden = interface.gives.iter().chain(&interface.takes).find(|t| t.name == "h");
-        let (pixels, channels) = match hidden.map(|t| &t.shape) {
-            Some(Shape::Samples(dims)) => ((dims[0] * dims[1]) as f64, dims[2] as f64),
-            _ => (1.0, 1.0),
-        };
-        let attends = interface.reads.iter().any(|t| t.name == "context");
-        let (matrices, parameters) = weights(model, unit);
-        UnitWork {
-            matrix: 2.0 * matrices as f64 * pixels,
-            attention: if attends { 4.0 * pixels * pixels * channels } else { 0.0 },
-            parameters,
-        }
-    };
-    (0..unet.len()).map(work).collect()
+    (0..model.num_units()).map(work).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::resolve::AnyModel;
-    use crate::models::unet::UnetConfig;
+    use crate::models::gpt::{Gpt, GptConfig};
+    use crate::models::unet::{Unet, UnetConfig};
 
     #[test]
     fn a_gpt_weighs_what_the_formulas_say() {
@@ -104,7 +61,11 @@ mod tests {
         // GPT-2's block: 12 d² and 13 d.
         assert_eq!(work[1].parameters, 12 * 24 * 24 + 13 * 24);
         assert_eq!(work[0].parameters, 100 * 24 + 16 * 24);
+        assert_eq!(work[0].matrix, 16.0 * 24.0);
         assert_eq!(work[1].matrix, 2.0 * 16.0 * 12.0 * 24.0 * 24.0);
+        // Scores and their sums of values, for the half of the pairs that is not masked.
+        assert_eq!(work[1].attention, 2.0 * 16.0 * 16.0 * 24.0);
+        assert_eq!((work[4].matrix, work[4].attention), (2.0 * 16.0 * 24.0 * 100.0, 0.0));
         let [f, b, w] = work[1].passes(Recompute::Nothing);
         assert!(f < b && w < f);
         assert_eq!(work[1].passes(Recompute::Everything)[1], b + f);

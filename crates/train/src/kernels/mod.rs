@@ -155,6 +155,8 @@ pub struct GroupNorm {
 pub struct Attention {
     pub samples: usize,
     pub heads: usize,
+    /// Heads of keys and values: each is asked by as many heads of queries, in order.
+    pub kv_heads: usize,
     pub head_dim: usize,
     /// Queries of a sample.
     pub queries: usize,
@@ -182,6 +184,8 @@ pub enum Projected<'a, B> {
     Fused(&'a B),
     /// Queries on their own; rows of keys and values.
     Apart { q: &'a B, kv: &'a B },
+    /// Each on its own.
+    Three { q: &'a B, k: &'a B, v: &'a B },
 }
 
 /// Where their gradients go.
@@ -189,6 +193,16 @@ pub enum Projected<'a, B> {
 pub enum ProjectedMut<'a, B> {
     Fused(&'a mut B),
     Apart { q: &'a mut B, kv: &'a mut B },
+    Three { q: &'a mut B, k: &'a mut B, v: &'a mut B },
+}
+
+/// Rotary positions: for every position of a sample, cosines and sines for half of a head's columns, `[positions, head_dim / 2]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rotary {
+    pub head_dim: usize,
+    pub positions: usize,
+    pub cosines: Vec<f64>,
+    pub sines: Vec<f64>,
 }
 
 /// A softmax over classes of which this rank holds a range.
@@ -327,6 +341,17 @@ pub trait Kernels: Send + Sync + 'static {
     fn activate(&self, activation: Activation, x: &Self::Buf, y: &mut Self::Buf);
     /// `dy *= activation'(x)`.
     fn activate_grad(&self, activation: Activation, x: &Self::Buf, dy: &mut Self::Buf);
+    /// `y = activation(gate) up`.
+    fn gate(&self, activation: Activation, gate: &Self::Buf, up: &Self::Buf, y: &mut Self::Buf);
+    /// From `dy`, the gradients of both: that of `up` in its place.
+    fn gate_grad(
+        &self,
+        activation: Activation,
+        gate: &Self::Buf,
+        up: &Self::Buf,
+        dy: &mut Self::Buf,
+        d_gate: &mut Self::Buf,
+    );
 
     // Norms. `stats` holds mean and 1/deviation of every row (or sample and group); weights are gamma and beta.
 
@@ -360,6 +385,24 @@ pub trait Kernels: Send + Sync + 'static {
         out: NormGrad<'_, Self::Buf>,
     );
 
+    /// `y = x / sqrt(mean(x²) + epsilon) gamma`; `stats` has the factor of every row.
+    fn rms_norm(
+        &self,
+        size: Rows,
+        x: &Self::Buf,
+        gamma: BufSlice<'_, Self::Buf>,
+        epsilon: f64,
+        out: Normed<'_, Self::Buf>,
+    );
+    /// `dx = residual + gradient`; `sums` becomes the gradient of gamma, `[cols]`.
+    fn rms_norm_grad(
+        &self,
+        size: Rows,
+        saved: NormSaved<'_, Self::Buf>,
+        dy: &Self::Buf,
+        out: NormGrad<'_, Self::Buf>,
+    );
+
     // Tables.
 
     /// `y[i] = table[ids[i]]`, or adds it; rows held elsewhere read as zero.
@@ -384,6 +427,10 @@ pub trait Kernels: Send + Sync + 'static {
         dy: &Self::Buf,
         dx: ProjectedMut<'_, Self::Buf>,
     );
+
+    /// Rotates the columns of every head by its row's position in its sample: the first half with the second, as Hugging Face
+    /// transformers does; or back.
+    fn rotate(&self, rotary: &Rotary, size: Rows, back: bool, x: &mut Self::Buf);
 
     // Losses.
 

@@ -1,5 +1,6 @@
 //! The built-in models: lists of units that [`crate::chain`] cuts into stages.
 
+pub(crate) mod branch;
 pub mod gpt;
 pub mod unet;
 

@@ -13,8 +13,9 @@ fn parameters(place: &StageRank) -> Vec<Parameter> {
     for (name, shape, split, decay) in
         [("a", &[6, 5][..], Some(0), true), ("b", &[7], None, false), ("c", &[3, 3], None, true)]
     {
-        let (name, init, partial_over_tp) = (name.to_string(), Init::Zeros, false);
-        parameters.declare(Declaration { name, shape, split, init, decay, partial_over_tp });
+        let (name, init, rows_over) = (name.to_string(), Init::Zeros, None);
+        let split = split.map(|dim| (dim, "tp"));
+        parameters.declare(Declaration { name, shape, split, init, decay, rows_over });
     }
     parameters.into_list()
 }

@@ -35,11 +35,11 @@ pub use passes::PassFailure;
 pub use threads::in_threads;
 
 use crate::chain::{Chain, Model};
+use crate::graph::Mode;
 use crate::group::{Alone, Group};
 use crate::job::{Job, JobError};
 use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
-use crate::layers::Mode;
 use crate::optim::Optimizer;
 use crate::parameter::{Parameter, initial};
 use crate::record::{Peak, StepRecord};

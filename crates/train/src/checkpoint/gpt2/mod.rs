@@ -31,7 +31,8 @@ const HEAD: &str = "lm_head.weight";
 
 /// A GPT's sizes as [`super::Facts::model`] keeps them.
 pub fn model_json(config: &GptConfig) -> Value {
-    let GptConfig { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon } = config;
+    let GptConfig { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon, family: _ } =
+        config;
     json!({
         "kind": "gpt", "vocab": vocab, "context": context, "width": width, "layers": layers, "heads": heads, "hidden": hidden,
         "tied": tied, "dropout": dropout, "epsilon": epsilon,

@@ -43,7 +43,7 @@ impl<T: Scalar> Cpu<T> {
         if size.heads == 0 || size.samples == 0 {
             return;
         }
-        let outs = head_tiles(size, size.queries, 1, y);
+        let outs = head_tiles(size.samples, size.queries, size.heads, 1, size.head_dim, y);
         let items = heads(size, &x).into_iter().zip(outs).zip(lse.chunks_exact_mut(size.queries));
         self.threads.each(items, |((head, mut out), lse)| self.attend_head(head, &mut out[0], lse));
     }
@@ -59,21 +59,40 @@ impl<T: Scalar> Cpu<T> {
         if size.heads == 0 || size.samples == 0 {
             return;
         }
-        let outs: Vec<[Tile<'_, T>; 3]> = match dx {
-            ProjectedMut::Fused(dx) => head_tiles(size, size.queries, 3, dx).into_iter().map(three).collect(),
+        let Attention { samples, heads: all, kv_heads, head_dim, queries, keys, .. } = *size;
+        let tiles = |rows, heads, parts, data| head_tiles(samples, rows, heads, parts, head_dim, data);
+        // Of every head, of queries or of keys and values, its tiles.
+        let (dq, dkv): (Vec<Tile<'_, T>>, Vec<[Tile<'_, T>; 2]>) = match dx {
+            ProjectedMut::Fused(dx) => {
+                let three = tiles(queries, all, 3, dx).into_iter().map(exactly::<3, _>);
+                three.map(|[q, k, v]| (q, [k, v])).unzip()
+            }
             ProjectedMut::Apart { q, kv } => {
-                let q = head_tiles(size, size.queries, 1, q).into_iter();
-                let both = q.zip(head_tiles(size, size.keys, 2, kv));
-                both.map(|(q, kv)| three(q.into_iter().chain(kv).collect())).collect()
+                let q = tiles(queries, all, 1, q).into_iter().flatten().collect();
+                (q, tiles(keys, kv_heads, 2, kv).into_iter().map(exactly).collect())
+            }
+            ProjectedMut::Three { q, k, v } => {
+                let one = |rows, heads, data| tiles(rows, heads, 1, data).into_iter().flatten();
+                let kv = one(keys, kv_heads, k).zip(one(keys, kv_heads, v)).map(|(k, v)| [k, v]).collect();
+                (one(queries, all, q).collect(), kv)
             }
         };
-        let width = size.heads * size.head_dim;
-        let items = heads(size, &x).into_iter().zip(saved.lse.chunks_exact(size.queries)).zip(outs);
-        self.threads.each(items, |((head, lse), grads)| {
-            let at = head.sample * size.queries * width + head.head * size.head_dim;
-            let rows = |data| View::rows_of(data, size.queries, size.head_dim, width);
-            let given = Given { y: rows(&saved.y[at..]), dy: rows(&dy[at..]), lse };
-            self.attend_head_grad(head, given, grads);
+        let width = all * head_dim;
+        let group = all / kv_heads;
+        let mut asking = heads(size, &x).into_iter().zip(saved.lse.chunks_exact(queries)).zip(dq);
+        // Heads that ask the same keys add to the same gradients, one after the other.
+        let items: Vec<_> =
+            dkv.into_iter().map(|kv| (kv, asking.by_ref().take(group).collect::<Vec<_>>())).collect();
+        self.threads.each(items, |([mut dk, mut dv], asking)| {
+            clear(&mut dk);
+            clear(&mut dv);
+            for ((head, lse), mut dq) in asking {
+                let at = head.sample * queries * width + head.head * head_dim;
+                let rows = |data| View::rows_of(data, queries, head_dim, width);
+                let given = Given { y: rows(&saved.y[at..]), dy: rows(&dy[at..]), lse };
+                clear(&mut dq);
+                self.attend_head_grad(head, given, [&mut dq, &mut dk, &mut dv]);
+            }
         });
     }
 
@@ -116,12 +135,8 @@ impl<T: Scalar> Cpu<T> {
         }
     }
 
-    fn attend_head_grad(&self, head: Head<'_, T>, given: Given<'_, T>, grads: [Tile<'_, T>; 3]) {
+    fn attend_head_grad(&self, head: Head<'_, T>, given: Given<'_, T>, [dq, dk, dv]: [&mut Tile<'_, T>; 3]) {
         let (g, d) = (Geometry::of::<T>(), head.size.head_dim);
-        let [mut dq, mut dk, mut dv] = grads;
-        for grads in [&mut dq, &mut dk, &mut dv] {
-            clear(grads);
-        }
         let keys = self.pack(g, head.k.transposed());
         let values = self.pack(g, head.v.transposed());
         let key_rows = self.pack_blocks(g, head.k);
@@ -243,23 +258,32 @@ fn blocks(len: usize, block: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(block).map(move |start| start..(start + block).min(len))
 }
 
-/// Every head of every sample.
+/// Every head of queries of every sample, with the keys and values it asks.
 fn heads<'a, T>(size: &'a Attention, x: &Projected<'a, HostBuf<T>>) -> Vec<Head<'a, T>> {
-    let width = size.heads * size.head_dim;
-    let pairs = (0..size.samples).flat_map(|sample| (0..size.heads).map(move |head| (sample, head)));
+    let Attention { samples, heads, kv_heads, head_dim, queries, keys, .. } = *size;
+    let pairs = (0..samples).flat_map(|sample| (0..heads).map(move |head| (sample, head)));
     pairs
         .map(|(sample, head)| {
-            let view = |data: &'a [T], rows: usize, parts: usize, part: usize| {
-                let at = sample * rows * parts * width + part * width + head * size.head_dim;
-                View::rows_of(&data[at..], rows, size.head_dim, parts * width)
-            };
+            // The columns of one head, where rows have `parts` times `all` of them.
+            let view =
+                |data: &'a [T], rows: usize, (part, parts): (usize, usize), (head, all): (usize, usize)| {
+                    let width = all * head_dim;
+                    let at = sample * rows * parts * width + part * width + head * head_dim;
+                    View::rows_of(&data[at..], rows, head_dim, parts * width)
+                };
+            let (asks, asked) = ((head, heads), (head * kv_heads / heads, kv_heads));
             let (q, k, v) = match *x {
                 Projected::Fused(x) => {
-                    let part = |part| view(x, size.queries, 3, part);
+                    let part = |part| view(x, queries, (part, 3), asks);
                     (part(0), part(1), part(2))
                 }
                 Projected::Apart { q, kv } => {
-                    (view(q, size.queries, 1, 0), view(kv, size.keys, 2, 0), view(kv, size.keys, 2, 1))
+                    let part = |part| view(kv, keys, (part, 2), asked);
+                    (view(q, queries, (0, 1), asks), part(0), part(1))
+                }
+                Projected::Three { q, k, v } => {
+                    let one = |data| view(data, keys, (0, 1), asked);
+                    (view(q, queries, (0, 1), asks), one(k), one(v))
                 }
             };
             Head { size, sample, head, q, k, v }
@@ -269,24 +293,25 @@ fn heads<'a, T>(size: &'a Attention, x: &Projected<'a, HostBuf<T>>) -> Vec<Head<
 
 /// For every head of every sample its tiles of a matrix whose rows hold `parts` times all heads.
 fn head_tiles<'a, T>(
-    size: &Attention,
+    samples: usize,
     rows: usize,
+    heads: usize,
     parts: usize,
+    head_dim: usize,
     data: &'a mut [T],
 ) -> Vec<Vec<Tile<'a, T>>> {
-    let cols = cut(parts * size.heads * size.head_dim, parts * size.heads, size.head_dim);
-    let samples = cut(size.samples * rows, size.samples, rows);
-    let mut by_head: Vec<Vec<Tile<'a, T>>> = (0..size.samples * size.heads).map(|_| Vec::new()).collect();
-    for (i, tile) in tiles(data, parts * size.heads * size.head_dim, &samples, &cols).into_iter().enumerate()
-    {
-        let (sample, head) = (i / cols.len(), i % cols.len() % size.heads);
-        by_head[sample * size.heads + head].push(tile);
+    let cols = cut(parts * heads * head_dim, parts * heads, head_dim);
+    let row_runs = cut(samples * rows, samples, rows);
+    let mut by_head: Vec<Vec<Tile<'a, T>>> = (0..samples * heads).map(|_| Vec::new()).collect();
+    for (i, tile) in tiles(data, parts * heads * head_dim, &row_runs, &cols).into_iter().enumerate() {
+        let (sample, head) = (i / cols.len(), i % cols.len() % heads);
+        by_head[sample * heads + head].push(tile);
     }
     by_head
 }
 
-fn three<T>(tiles: Vec<Tile<'_, T>>) -> [Tile<'_, T>; 3] {
-    tiles.try_into().unwrap_or_else(|_| unreachable!("a tile each for queries, keys and values"))
+fn exactly<const N: usize, T>(tiles: Vec<Tile<'_, T>>) -> [Tile<'_, T>; N] {
+    tiles.try_into().unwrap_or_else(|_| unreachable!("a tile for each part"))
 }
 
 /// A block of scores: `keys` to a row, the first one of query `query` and key `key`.

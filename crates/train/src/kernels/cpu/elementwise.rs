@@ -5,7 +5,7 @@ use super::tile::{cut, tiles};
 use super::{Cpu, HostBuf};
 use crate::kernels::random::{Stream, threshold};
 use crate::kernels::scalar::{Scalar, sigmoid};
-use crate::kernels::{Activation, Branch, Dropout, Rows};
+use crate::kernels::{Activation, Branch, Dropout, Rotary, Rows};
 
 impl<T: Scalar> Cpu<T> {
     pub(super) fn add_into(&self, x: &[T], y: &mut [T]) {
@@ -65,6 +65,91 @@ impl<T: Scalar> Cpu<T> {
             Activation::Gelu => gelu_grad(x, dy),
             Activation::Silu => silu_grad(x, dy),
         });
+    }
+
+    pub(super) fn gated(&self, activation: Activation, gate: &[T], up: &[T], y: &mut [T]) {
+        let chunk = self.chunk(gate.len());
+        let items = gate.chunks(chunk).zip(up.chunks(chunk)).zip(y.chunks_mut(chunk));
+        self.threads.each(items, |((gate, up), y)| {
+            match activation {
+                Activation::Gelu => gelu(gate, y),
+                Activation::Silu => silu(gate, y),
+            }
+            multiply(up, y);
+        });
+    }
+
+    pub(super) fn gated_grad(
+        &self,
+        activation: Activation,
+        gate: &[T],
+        up: &[T],
+        dy: &mut [T],
+        d_gate: &mut [T],
+    ) {
+        let chunk = self.chunk(gate.len());
+        let items = gate.chunks(chunk).zip(up.chunks(chunk)).zip(dy.chunks_mut(chunk));
+        self.threads.each(items.zip(d_gate.chunks_mut(chunk)), |(((gate, up), dy), d_gate)| {
+            d_gate.copy_from_slice(up);
+            multiply(dy, d_gate);
+            let mut active = [T::ZERO; GATED];
+            for ((gate, dy), d_gate) in
+                gate.chunks(GATED).zip(dy.chunks_mut(GATED)).zip(d_gate.chunks_mut(GATED))
+            {
+                let active = &mut active[..gate.len()];
+                match activation {
+                    Activation::Gelu => (gelu(gate, active), gelu_grad(gate, d_gate)),
+                    Activation::Silu => (silu(gate, active), silu_grad(gate, d_gate)),
+                };
+                multiply(active, dy);
+            }
+        });
+    }
+
+    pub(super) fn rotate_rows(&self, rotary: &Rotary, size: Rows, back: bool, x: &mut [T]) {
+        let Rotary { head_dim, positions, cosines, sines } = rotary;
+        assert_eq!(x.len(), size.len());
+        if size.is_empty() {
+            return;
+        }
+        let half = head_dim / 2;
+        let sign = if back { -1.0 } else { 1.0 };
+        let rows = self.chunk(size.len()).div_ceil(size.cols);
+        self.threads.each(x.chunks_mut(rows * size.cols).enumerate(), |(i, x)| {
+            let mut turns = vec![[T::ZERO; 2]; half];
+            for (r, row) in x.chunks_exact_mut(size.cols).enumerate() {
+                let at = (i * rows + r) % positions * half;
+                let of_row = cosines[at..][..half].iter().zip(&sines[at..][..half]);
+                for (turn, (&cos, &sin)) in turns.iter_mut().zip(of_row) {
+                    *turn = [T::from_f64(cos), T::from_f64(sign * sin)];
+                }
+                for head in row.chunks_exact_mut(*head_dim) {
+                    let (first, second) = head.split_at_mut(half);
+                    turn(&turns, first, second);
+                }
+            }
+        });
+    }
+}
+
+/// Elements of an activation that is computed again for a gradient.
+const GATED: usize = 1024;
+
+vectorized! {
+    fn multiply<T>(x: &'a [T], y: &'a mut [T]) {
+        for (y, &x) in y.iter_mut().zip(x) {
+            *y *= x;
+        }
+    }
+}
+
+vectorized! {
+    fn turn<T>(turns: &'a [[T; 2]], first: &'a mut [T], second: &'a mut [T]) {
+        for ((a, b), &[cos, sin]) in first.iter_mut().zip(second).zip(turns) {
+            let (x, y) = (*a, *b);
+            *a = x * cos - y * sin;
+            *b = y * cos + x * sin;
+        }
     }
 }
 

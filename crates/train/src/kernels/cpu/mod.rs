@@ -29,7 +29,7 @@ use super::scalar::Scalar;
 use super::{
     Activation, AdamW, AdamWState, Attention, AttentionSaved, Branch, BufSlice, Classes, Conv, Dropout, Gemm,
     GroupNorm, Images, Kernels, Lookup, NormGrad, NormSaved, NormWeights, Normed, Order, PartMut, Projected,
-    ProjectedMut, Rows, Sgd, SgdState,
+    ProjectedMut, Rotary, Rows, Sgd, SgdState,
 };
 
 /// The processor, with a number of threads and buffers to use again.
@@ -151,6 +151,42 @@ impl<T: Scalar> Kernels for Cpu<T> {
         self.activation_grad(activation, x, dy);
     }
 
+    fn gate(&self, activation: Activation, gate: &HostBuf<T>, up: &HostBuf<T>, y: &mut HostBuf<T>) {
+        self.gated(activation, gate, up, y);
+    }
+
+    fn gate_grad(
+        &self,
+        activation: Activation,
+        gate: &HostBuf<T>,
+        up: &HostBuf<T>,
+        dy: &mut HostBuf<T>,
+        d_gate: &mut HostBuf<T>,
+    ) {
+        self.gated_grad(activation, gate, up, dy, d_gate);
+    }
+
+    fn rms_norm(
+        &self,
+        size: Rows,
+        x: &HostBuf<T>,
+        gamma: BufSlice<'_, HostBuf<T>>,
+        epsilon: f64,
+        out: Normed<'_, HostBuf<T>>,
+    ) {
+        self.rms_rows(size, x, &at(gamma)[..size.cols], epsilon, out);
+    }
+
+    fn rms_norm_grad(
+        &self,
+        size: Rows,
+        saved: NormSaved<'_, HostBuf<T>>,
+        dy: &HostBuf<T>,
+        out: NormGrad<'_, HostBuf<T>>,
+    ) {
+        self.rms_rows_grad(size, saved, dy, out);
+    }
+
     fn layer_norm(
         &self,
         size: Rows,
@@ -218,6 +254,10 @@ impl<T: Scalar> Kernels for Cpu<T> {
         dx: ProjectedMut<'_, HostBuf<T>>,
     ) {
         self.attend_grad(size, x, saved, dy, dx);
+    }
+
+    fn rotate(&self, rotary: &Rotary, size: Rows, back: bool, x: &mut HostBuf<T>) {
+        self.rotate_rows(rotary, size, back, x);
     }
 
     fn row_max(&self, size: Rows, x: &HostBuf<T>, max: &mut HostBuf<T>) {

@@ -1,4 +1,4 @@
-//! Layer norm and group norm.
+//! Layer norm, RMS norm and group norm.
 //!
 //! Sums for gamma and beta are taken over blocks of rows (or samples) of a fixed size and then in order, so they do not
 //! depend on the number of threads.
@@ -70,6 +70,64 @@ impl<T: Scalar> Cpu<T> {
         });
         for block in partial.chunks_exact(2 * cols) {
             self.add_into(block, &mut out.sums[..2 * cols]);
+        }
+    }
+
+    pub(super) fn rms_rows(
+        &self,
+        size: Rows,
+        x: &[T],
+        gamma: &[T],
+        epsilon: f64,
+        out: Normed<'_, HostBuf<T>>,
+    ) {
+        if size.is_empty() {
+            return;
+        }
+        assert_eq!((x.len(), out.y.len(), out.stats.len()), (size.len(), size.len(), size.rows));
+        let rows = self.chunk(size.len()).div_ceil(size.cols);
+        let items = x.chunks(rows * size.cols);
+        let items = items.zip(out.y.chunks_mut(rows * size.cols)).zip(out.stats.chunks_mut(rows));
+        self.threads.each(items, |((x, y), stats)| {
+            let rows = x.chunks_exact(size.cols).zip(y.chunks_exact_mut(size.cols));
+            for ((x, y), factor) in rows.zip(stats) {
+                *factor = rms_row(x, gamma, epsilon, y);
+            }
+        });
+    }
+
+    pub(super) fn rms_rows_grad(
+        &self,
+        size: Rows,
+        saved: NormSaved<'_, HostBuf<T>>,
+        dy: &[T],
+        out: NormGrad<'_, HostBuf<T>>,
+    ) {
+        let cols = size.cols;
+        out.sums[..cols].fill(T::ZERO);
+        if size.is_empty() {
+            return;
+        }
+        assert_eq!((saved.x.len(), dy.len(), out.dx.len()), (size.len(), size.len(), size.len()));
+        let gamma = &saved.gamma.buf[saved.gamma.start..][..cols];
+        let mut partial = self.take(size.rows.div_ceil(BLOCK) * cols);
+        let blocks = saved.x.chunks(BLOCK * cols).zip(saved.stats.chunks(BLOCK));
+        let blocks = blocks.zip(dy.chunks(BLOCK * cols)).zip(out.dx.chunks_mut(BLOCK * cols));
+        let blocks = blocks.zip(partial.chunks_mut(cols)).enumerate();
+        self.threads.each(blocks, |(b, ((((x, stats), dy), dx), dgamma))| {
+            dgamma.fill(T::ZERO);
+            let rows = x.chunks_exact(cols).zip(stats);
+            let rows = rows.zip(dy.chunks_exact(cols)).zip(dx.chunks_exact_mut(cols)).enumerate();
+            for (r, (((x, &rstd), dy), dx)) in rows {
+                match out.residual {
+                    Some(residual) => dx.copy_from_slice(&residual[(b * BLOCK + r) * cols..][..cols]),
+                    None => dx.fill(T::ZERO),
+                }
+                rms_row_grad(GradRow { x, dy, gamma, mean: T::ZERO, rstd }, dx, dgamma);
+            }
+        });
+        for block in partial.chunks_exact(cols) {
+            self.add_into(block, &mut out.sums[..cols]);
         }
     }
 
@@ -167,6 +225,32 @@ vectorized! {
         let mean_gx = dot3(x, dy, gamma, |x, dy, gamma| dy * gamma * (x - mean)) * rstd * inverse;
         for (dx, ((&x, &dy), &gamma)) in dx.iter_mut().zip(x.iter().zip(dy).zip(gamma)) {
             *dx += rstd * (dy * gamma - mean_g - (x - mean) * rstd * mean_gx);
+        }
+    }
+}
+
+vectorized! {
+    fn rms_row<T>(x: &'a [T], gamma: &'a [T], epsilon: f64, y: &'a mut [T]) -> T {
+        let inverse = T::from_f64(1.0 / x.len() as f64);
+        let factor = T::ONE / (sum(x, |x| x * x) * inverse + T::from_f64(epsilon)).sqrt();
+        for ((y, &x), &gamma) in y.iter_mut().zip(x).zip(gamma) {
+            *y = x * factor * gamma;
+        }
+        factor
+    }
+}
+
+vectorized! {
+    /// The same without a mean: its gradient lacks the terms that come from one.
+    fn rms_row_grad<T>(row: GradRow<'a, T>, dx: &'a mut [T], dgamma: &'a mut [T]) {
+        let GradRow { x, dy, gamma, rstd, .. } = row;
+        let inverse = T::from_f64(1.0 / x.len() as f64);
+        for (dgamma, (&x, &dy)) in dgamma.iter_mut().zip(x.iter().zip(dy)) {
+            *dgamma += dy * x * rstd;
+        }
+        let mean_gx = dot3(x, dy, gamma, |x, dy, gamma| dy * gamma * x) * rstd * inverse;
+        for (dx, ((&x, &dy), &gamma)) in dx.iter_mut().zip(x.iter().zip(dy).zip(gamma)) {
+            *dx += rstd * (dy * gamma - x * rstd * mean_gx);
         }
     }
 }

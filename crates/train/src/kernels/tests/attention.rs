@@ -16,11 +16,11 @@ struct Inputs {
 
 impl Inputs {
     fn new(size: &Attention) -> Self {
-        let width = size.heads * size.head_dim;
+        let (width, kv_width) = (size.heads * size.head_dim, size.kv_heads * size.head_dim);
         Self {
             q: noise("q", size.samples * size.queries * width),
-            k: noise("k", size.samples * size.keys * width),
-            v: noise("v", size.samples * size.keys * width),
+            k: noise("k", size.samples * size.keys * kv_width),
+            v: noise("v", size.samples * size.keys * kv_width),
         }
     }
 
@@ -50,7 +50,8 @@ fn naive(size: &Attention, x: &Inputs, dy: &[f64]) -> Naive {
         .flat_map(|s| (0..heads).flat_map(move |h| (0..size.queries).map(move |i| (s, h, i))))
     {
         let q_at = ((s * size.queries + i) * heads + h) * d;
-        let k_at = |j: usize| ((s * size.keys + j) * heads + h) * d;
+        let asked = h / (heads / size.kv_heads);
+        let k_at = |j: usize| ((s * size.keys + j) * size.kv_heads + asked) * d;
         let seen = if size.causal { (i + 1).min(size.keys) } else { size.keys };
         let scores: Vec<f64> =
             (0..seen).map(|j| scale * dot(&x.q[q_at..][..d], &x.k[k_at(j)..][..d])).collect();
@@ -82,30 +83,56 @@ fn mask(size: &Attention, s: usize, h: usize, i: usize, j: usize) -> f64 {
     if kept { 1.0 / (1.0 - drop.rate) } else { 0.0 }
 }
 
-fn check(size: &Attention, fused: bool) {
+/// Where queries, keys and values lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Lie {
+    Fused,
+    Apart,
+    Three,
+}
+
+fn check(size: &Attention, lie: Lie) {
     let cpu = cpu();
-    let width = size.heads * size.head_dim;
+    let (width, kv_width) = (size.heads * size.head_dim, size.kv_heads * size.head_dim);
     let x = Inputs::new(size);
     let dy = noise("dy", x.q.len());
     let wanted = naive(size, &x, &dy);
     let (mut y, mut lse) = (cpu.buffer(x.q.len()), cpu.buffer(size.samples * size.heads * size.queries));
+    let fused = lie == Lie::Fused;
     let qkv = buf(&cpu, &if fused { Inputs::interleave(&[&x.q, &x.k, &x.v], width) } else { vec![] });
-    let (q, kv) = (buf(&cpu, &x.q), buf(&cpu, &Inputs::interleave(&[&x.k, &x.v], width)));
-    let projected = || if fused { Projected::Fused(&qkv) } else { Projected::Apart { q: &q, kv: &kv } };
+    let (q, kv) = (buf(&cpu, &x.q), buf(&cpu, &Inputs::interleave(&[&x.k, &x.v], kv_width)));
+    let (k, v) = (buf(&cpu, &x.k), buf(&cpu, &x.v));
+    let projected = || match lie {
+        Lie::Fused => Projected::Fused(&qkv),
+        Lie::Apart => Projected::Apart { q: &q, kv: &kv },
+        Lie::Three => Projected::Three { q: &q, k: &k, v: &v },
+    };
     cpu.attention(size, projected(), &mut y, &mut lse);
     assert_close(&y, &wanted.y, 1e-12);
     assert_close(&lse, &wanted.lse, 1e-12);
     let (mut dqkv, mut dq, mut dkv) = (cpu.buffer(qkv.len()), cpu.buffer(q.len()), cpu.buffer(kv.len()));
+    let (mut dk, mut dv) = (cpu.buffer(k.len()), cpu.buffer(v.len()));
     let saved = AttentionSaved { y: &y, lse: &lse };
-    let dx =
-        if fused { ProjectedMut::Fused(&mut dqkv) } else { ProjectedMut::Apart { q: &mut dq, kv: &mut dkv } };
+    let dx = match lie {
+        Lie::Fused => ProjectedMut::Fused(&mut dqkv),
+        Lie::Apart => ProjectedMut::Apart { q: &mut dq, kv: &mut dkv },
+        Lie::Three => ProjectedMut::Three { q: &mut dq, k: &mut dk, v: &mut dv },
+    };
     cpu.attention_grad(size, projected(), saved, &buf(&cpu, &dy), dx);
-    if fused {
-        let wanted = Inputs::interleave(&[&wanted.dq, &wanted.dk, &wanted.dv], width);
-        assert_close(&dqkv, &wanted, 1e-12);
-    } else {
-        assert_close(&dq, &wanted.dq, 1e-12);
-        assert_close(&dkv, &Inputs::interleave(&[&wanted.dk, &wanted.dv], width), 1e-12);
+    match lie {
+        Lie::Fused => {
+            let wanted = Inputs::interleave(&[&wanted.dq, &wanted.dk, &wanted.dv], width);
+            assert_close(&dqkv, &wanted, 1e-12);
+        }
+        Lie::Apart => {
+            assert_close(&dq, &wanted.dq, 1e-12);
+            assert_close(&dkv, &Inputs::interleave(&[&wanted.dk, &wanted.dv], kv_width), 1e-12);
+        }
+        Lie::Three => {
+            assert_close(&dq, &wanted.dq, 1e-12);
+            assert_close(&dk, &wanted.dk, 1e-12);
+            assert_close(&dv, &wanted.dv, 1e-12);
+        }
     }
 }
 
@@ -118,11 +145,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
     #[test]
     fn equals_the_whole_matrix(
-        samples in 0usize..3, heads in 0usize..4, head_dim in 1usize..20, queries in 1usize..110,
-        causal: bool, drop: bool, fused: bool, keys in 1usize..300,
+        samples in 0usize..3, kv_heads in 0usize..4, group in 1usize..4, head_dim in 1usize..20,
+        queries in 1usize..110, causal: bool, drop: bool, lie in 0usize..3, keys in 1usize..300,
     ) {
-        let keys = if fused || causal { queries } else { keys };
-        check(&Attention { samples, heads, head_dim, queries, keys, causal, dropout: dropout(drop) }, fused);
+        let lie = [Lie::Fused, Lie::Apart, Lie::Three][lie];
+        let keys = if lie == Lie::Fused || causal { queries } else { keys };
+        let heads = if lie == Lie::Fused { kv_heads } else { kv_heads * group };
+        let dropout = dropout(drop);
+        check(&Attention { samples, heads, kv_heads, head_dim, queries, keys, causal, dropout }, lie);
     }
 }
 
@@ -133,14 +163,15 @@ fn long_sequences() {
         check(
             &Attention {
                 samples: 1,
-                heads: 1,
+                heads: 2,
+                kv_heads: 1,
                 head_dim: 8,
                 queries: 600,
                 keys: 600,
                 causal,
                 dropout: dropout(true),
             },
-            true,
+            Lie::Three,
         );
     }
 }
@@ -152,6 +183,7 @@ fn the_oracle_is_right() {
         let size = Attention {
             samples: 2,
             heads: 2,
+            kv_heads: 1,
             head_dim: 3,
             queries: 4,
             keys: 4,
@@ -175,8 +207,16 @@ fn the_oracle_is_right() {
 #[test]
 fn large_scores_do_not_overflow() {
     let cpu = Cpu::<f32>::new(1);
-    let size =
-        Attention { samples: 1, heads: 1, head_dim: 4, queries: 3, keys: 3, causal: true, dropout: None };
+    let size = Attention {
+        samples: 1,
+        heads: 1,
+        kv_heads: 1,
+        head_dim: 4,
+        queries: 3,
+        keys: 3,
+        causal: true,
+        dropout: None,
+    };
     let qkv = cpu.upload(&noise("x", 36).iter().map(|&x| 100.0 * x as f32).collect::<Vec<_>>());
     let (mut y, mut lse, mut dx) = (cpu.buffer(12), cpu.buffer(3), cpu.buffer(36));
     cpu.attention(&size, Projected::Fused(&qkv), &mut y, &mut lse);

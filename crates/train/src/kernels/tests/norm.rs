@@ -140,3 +140,36 @@ fn long_norms() {
     assert_gradient(&x, &dx, |x| dot(&kind.naive(x, &gamma, &gamma), &dy));
     assert_gradient(&gamma, &sums[..3], |g| dot(&kind.naive(&x, g, &gamma), &dy));
 }
+
+/// Without a mean, and without a shift.
+#[test]
+fn rms_norm_and_its_gradient() {
+    let cpu = cpu();
+    for (rows, cols) in [(1, 1), (3, 5), (300, 17), (0, 4)] {
+        let size = Rows { rows, cols };
+        let x: Vec<f64> = noise("x", size.len()).iter().map(|x| 2.0 * x + 1.0).collect();
+        let (weights, dy) = (noise("weights", 1 + cols), noise("dy", size.len()));
+        let naive = |x: &[f64], gamma: &[f64]| -> Vec<f64> {
+            let row = |x: &[f64]| {
+                let factor = 1.0 / (dot(x, x) / cols as f64 + EPSILON).sqrt();
+                x.iter().zip(gamma).map(|(x, gamma)| x * factor * gamma).collect::<Vec<f64>>()
+            };
+            x.chunks_exact(cols).flat_map(row).collect()
+        };
+        let (xs, flat) = (buf(&cpu, &x), buf(&cpu, &weights));
+        let gamma = BufSlice { buf: &flat, start: 1 };
+        let (mut y, mut stats) = (cpu.buffer(size.len()), cpu.buffer(rows));
+        cpu.rms_norm(size, &xs, gamma, EPSILON, Normed { y: &mut y, stats: &mut stats });
+        assert_close(&y, &naive(&x, &weights[1..]), 1e-12);
+        let residual = buf(&cpu, &noise("residual", size.len()));
+        let (mut dx, mut sums) = (cpu.buffer(size.len()), cpu.buffer(cols));
+        let out = NormGrad { residual: Some(&residual), dx: &mut dx, sums: &mut sums };
+        let saved = NormSaved { x: &xs, stats: &stats, gamma };
+        cpu.rms_norm_grad(size, saved, &buf(&cpu, &dy), out);
+        let own: Vec<f64> = dx.iter().zip(&residual[..]).map(|(dx, residual)| dx - residual).collect();
+        if rows < 100 {
+            assert_gradient(&x, &own, |x| dot(&naive(x, &weights[1..]), &dy));
+            assert_gradient(&weights[1..], &sums, |gamma| dot(&naive(&x, gamma), &dy));
+        }
+    }
+}

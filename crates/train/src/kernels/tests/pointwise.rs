@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::{assert_close, assert_gradient, buf, cpu, dot, noise};
 use crate::kernels::random::Stream;
-use crate::kernels::{Activation, Branch, Dropout, Kernels, Lookup, PartMut, Rows};
+use crate::kernels::{Activation, Branch, Dropout, Kernels, Lookup, PartMut, Rotary, Rows};
 
 fn naive_activation(activation: Activation, x: f64) -> f64 {
     match activation {
@@ -148,4 +148,54 @@ proptest! {
         assert_close(&y, &wanted, 1e-15);
         assert_close(&sums, &wanted_sums, 1e-15);
     }
+}
+
+#[test]
+fn gates_and_their_gradients() {
+    let cpu = cpu();
+    for activation in [Activation::Gelu, Activation::Silu] {
+        let (gate, up, dy) = (noise("gate", 2077), noise("up", 2077), noise("dy", 2077));
+        let naive = |gate: &[f64], up: &[f64]| -> Vec<f64> {
+            gate.iter().zip(up).map(|(gate, up)| naive_activation(activation, *gate) * up).collect()
+        };
+        let mut y = cpu.buffer(gate.len());
+        cpu.gate(activation, &buf(&cpu, &gate), &buf(&cpu, &up), &mut y);
+        assert_close(&y, &naive(&gate, &up), 1e-12);
+        let (mut d_up, mut d_gate) = (buf(&cpu, &dy), cpu.buffer(gate.len()));
+        cpu.gate_grad(activation, &buf(&cpu, &gate), &buf(&cpu, &up), &mut d_up, &mut d_gate);
+        // Element by element, so a few will do.
+        let few = 40;
+        let loss = |gate: &[f64], up: &[f64]| dot(&naive(gate, up), &dy[..few]);
+        assert_gradient(&gate[..few], &d_gate[..few], |gate| loss(gate, &up[..few]));
+        assert_gradient(&up[..few], &d_up[..few], |up| loss(&gate[..few], up));
+    }
+}
+
+/// Turning keeps lengths, and turning back gives what was there; heads of one row turn alike.
+#[test]
+fn rows_turn_by_their_position() {
+    let cpu = cpu();
+    let (head_dim, positions, heads) = (6, 5, 3);
+    let angle = |p: usize, i: usize| p as f64 * 0.3_f64.powi(i as i32);
+    let of = |f: fn(f64) -> f64| -> Vec<f64> {
+        (0..positions).flat_map(|p| (0..head_dim / 2).map(move |i| f(angle(p, i)))).collect()
+    };
+    let rotary = Rotary { head_dim, positions, cosines: of(f64::cos), sines: of(f64::sin) };
+    let size = Rows { rows: 4 * positions, cols: heads * head_dim };
+    let x = noise("x", size.len());
+    let mut wanted = x.clone();
+    for (row, values) in wanted.chunks_exact_mut(size.cols).enumerate() {
+        for head in values.chunks_exact_mut(head_dim) {
+            for i in 0..head_dim / 2 {
+                let (sin, cos) = angle(row % positions, i).sin_cos();
+                let (a, b) = (head[i], head[i + head_dim / 2]);
+                (head[i], head[i + head_dim / 2]) = (a * cos - b * sin, b * cos + a * sin);
+            }
+        }
+    }
+    let mut turned = buf(&cpu, &x);
+    cpu.rotate(&rotary, size, false, &mut turned);
+    assert_close(&turned, &wanted, 1e-12);
+    cpu.rotate(&rotary, size, true, &mut turned);
+    assert_close(&turned, &x, 1e-12);
 }

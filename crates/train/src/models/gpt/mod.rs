@@ -1,25 +1,27 @@
-//! GPT with the architecture and the parameter names of GPT-2.
+//! Decoders, with the architectures and the parameter names of GPT-2 and Llama.
 //!
-//! Learned positions, norms before the branches, GELU with tanh, a final norm, and logits from the token table itself (tied) or from a
-//! matrix of their own. Units: the embedding, the blocks, the head.
+//! Norms before the branches, a final norm, and logits from the token table itself (tied) or from a matrix of their own. GPT-2 has learned
+//! positions, GELU with tanh and biases; Llama has rotary positions, RMS norms, SwiGLU, heads that share keys and values, and no
+//! biases. Units: the embedding, the blocks, the head.
 //!
 //! ```text
 //! tokens -> embed -h-> block 0 -h-> .. -h-> block L-1 -h-> head -> loss
 //!                                                           ^ targets
 //! ```
 
-mod block;
-mod embed;
-mod head;
+pub mod rotary;
+mod units;
 
 use std::ops::Range;
 
-use crate::chain::{Interface, Model, Setup, Shape, Tensor, Unit};
+use crate::chain::{Interface, Model, Setup, Shape, Tensor};
+use crate::graph::{Builder, Unit};
 use crate::kernels::Kernels;
-use crate::layers::branch::Geometry;
 use crate::models::{ConfigError, few, positive, product};
 use crate::parameter::Parameters;
 use crate::stage::Role;
+use rotary::RotaryConfig;
+use units::Units;
 
 /// Sizes of a GPT.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,13 +38,38 @@ pub struct GptConfig {
     pub tied: bool,
     pub dropout: f64,
     pub epsilon: f64,
+    pub family: Family,
+}
+
+/// Which decoder.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Family {
+    Gpt2,
+    Llama {
+        /// Heads of keys and values.
+        kv_heads: usize,
+        rotary: RotaryConfig,
+    },
 }
 
 impl GptConfig {
     /// GPT-2's proportions: a hidden layer of four times the width, tied embeddings, no dropout.
     pub fn new(vocab: usize, context: usize, width: usize, layers: usize, heads: usize) -> Self {
         let (hidden, tied, dropout, epsilon) = (width.saturating_mul(4), true, 0.0, 1e-5);
-        Self { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon }
+        let family = Family::Gpt2;
+        Self { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon, family }
+    }
+
+    /// Llama's proportions: untied, no dropout.
+    pub fn llama(
+        (vocab, context): (usize, usize),
+        width: usize,
+        layers: usize,
+        (heads, kv_heads): (usize, usize),
+        hidden: usize,
+    ) -> Self {
+        let family = Family::Llama { kv_heads, rotary: RotaryConfig::default() };
+        Self { hidden, tied: false, family, ..Self::new(vocab, context, width, layers, heads) }
     }
 }
 
@@ -72,6 +99,25 @@ impl Gpt {
         if !config.width.is_multiple_of(config.heads) {
             let reason = format!("{} columns do not divide among them", config.width);
             return Err(ConfigError::new("heads", config.heads, reason, "use a divisor of the width"));
+        }
+        if let Family::Llama { kv_heads, rotary } = &config.family {
+            positive(&[("kv_heads", *kv_heads)])?;
+            if !config.heads.is_multiple_of(*kv_heads) {
+                let reason = format!("{} heads of queries do not divide among them", config.heads);
+                return Err(ConfigError::new("kv_heads", kv_heads, reason, "use a divisor of the heads"));
+            }
+            let head_dim = config.width / config.heads;
+            if !head_dim.is_multiple_of(2) {
+                let reason =
+                    format!("a head has {head_dim} columns, and rotary positions turn pairs of them");
+                return Err(ConfigError::new(
+                    "heads",
+                    config.heads,
+                    reason,
+                    "use an even number of columns a head",
+                ));
+            }
+            rotary.check()?;
         }
         if i32::try_from(config.vocab).is_err() {
             return Err(ConfigError::new(
@@ -135,6 +181,17 @@ impl<K: Kernels> Model<K> for Gpt {
         self.config.layers + 2
     }
 
+    fn check(&self, setup: &Setup) -> Result<(), ConfigError> {
+        let tp = setup.place.tp().size;
+        match self.config.family {
+            Family::Llama { kv_heads, .. } if tp > kv_heads && !tp.is_multiple_of(kv_heads) => {
+                let reason = format!("{tp} ranks along tp neither divide them nor are a multiple of them");
+                Err(ConfigError::new("kv_heads", kv_heads, reason, "use as many ranks along tp, or fewer"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn interface(&self, unit: usize) -> Interface {
         let h = || vec![self.hidden_state()];
         if unit == 0 {
@@ -147,21 +204,15 @@ impl<K: Kernels> Model<K> for Gpt {
         Interface { takes: h(), reads: vec![self.ids("targets")], gives: vec![loss] }
     }
 
-    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Box<dyn Unit<K>> {
-        let geometry = Geometry::new(setup, self.config.context, self.config.width);
-        if unit == 0 {
-            Box::new(embed::Embed::new(&self.config, geometry, parameters))
-        } else if unit <= self.config.layers {
-            Box::new(block::Block::new(&self.config, unit - 1, geometry, parameters))
-        } else {
-            Box::new(head::Head::new(&self.config, geometry, parameters))
-        }
+    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Unit<K> {
+        let units = Units::new(&self.config, setup, Builder::new(setup.team(), parameters));
+        let graph = match unit {
+            0 => units.embed(),
+            unit if unit <= self.config.layers => units.block(unit - 1),
+            _ => units.head(),
+        };
+        Unit::new(graph, setup.recompute)
     }
-}
-
-/// Where a model drops elements; `rows` of a sample.
-fn site(config: &GptConfig, id: u32) -> crate::layers::Site {
-    crate::layers::Site { id, rate: config.dropout, rows: config.context }
 }
 
 /// GPT-2's deviation of initial weights.

@@ -15,18 +15,16 @@
 //! The embedding of the time step, `temb`, is read by every residual block and handed from stage to stage. Tensor parallelism splits the
 //! channels inside residual blocks by the groups of their second norm, heads, and hidden columns.
 
-mod ends;
-mod level;
-mod res;
-mod sample;
-mod transformer;
+mod units;
 
-use crate::chain::{Interface, Model, Setup, Shape, Tensor, Unit};
+use crate::chain::{Interface, Model, Setup, Shape, Tensor};
+use crate::graph::ops::conv::Grid;
+use crate::graph::{Builder, Unit};
 use crate::kernels::Kernels;
-use crate::layers::conv::Grid;
 use crate::models::{ConfigError, positive};
 use crate::parameter::{Init, Parameters};
 use crate::stage::Role;
+use units::{Pair, Units};
 
 /// Sizes of a U-Transformer.
 #[derive(Debug, Clone, PartialEq)]
@@ -293,35 +291,35 @@ impl<K: Kernels> Model<K> for Unet {
         }
     }
 
-    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Box<dyn Unit<K>> {
+    fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Unit<K> {
         let config = &self.config;
         let samples = setup.own_samples().len();
-        let grid = |level: usize| {
+        let b = Builder::new(setup.team(), parameters);
+        let at = |level: usize| {
             let side = config.side(level);
-            Grid { samples, height: side, width: side }
+            let grid = Grid { samples, height: side, width: side };
+            Units { config, b, grid }
         };
-        match self.pieces[unit] {
-            Piece::Stem => Box::new(ends::Stem::new(config, grid(0), parameters)),
+        let pair = |name, level: usize, block, ins| {
+            let (outs, attends) = (config.channels(level), config.attention[level]);
+            Pair { name, block, ins, outs, attends }
+        };
+        let graph = match self.pieces[unit] {
+            Piece::Stem => at(0).stem(),
             Piece::Down { level, block, ins, skip } => {
                 let name = format!("down_blocks.{level}");
-                let place = level::LevelUnit { name: &name, block, level, ins, grid: grid(level) };
-                Box::new(level::Down::new(config, place, skip, setup, parameters))
+                at(level).down(pair(&name, level, block, ins), skip)
             }
-            Piece::Shrink { level, skip } => {
-                Box::new(sample::Shrink::new(config, level, skip, grid(level), parameters))
-            }
-            Piece::Mid => {
-                let level = config.multipliers.len() - 1;
-                Box::new(level::Mid::new(config, grid(level), setup, parameters))
-            }
+            Piece::Shrink { level, skip } => at(level).shrink(level, skip),
+            Piece::Mid => at(config.multipliers.len() - 1).mid(),
             Piece::Up { level, block, ins, skip, skip_ins } => {
                 let name = format!("up_blocks.{level}");
-                let place = level::LevelUnit { name: &name, block, level, ins, grid: grid(level) };
-                Box::new(level::Up::new(config, place, (skip, skip_ins), setup, parameters))
+                at(level).up(pair(&name, level, block, ins), skip, skip_ins)
             }
-            Piece::Grow { level } => Box::new(sample::Grow::new(config, level, grid(level), parameters)),
-            Piece::End => Box::new(ends::End::new(config, grid(0), parameters)),
-        }
+            Piece::Grow { level } => at(level).grow(level),
+            Piece::End => at(0).end(),
+        };
+        Unit::new(graph, setup.recompute)
     }
 }
 

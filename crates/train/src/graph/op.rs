@@ -1,0 +1,218 @@
+//! What an op is: a step of a model that knows its forward pass and its gradients, and what they read.
+
+use std::sync::Arc;
+
+use crate::group::Group;
+use crate::kernels::random::Stream;
+use crate::kernels::{BufSlice, Buffer, Dropout, Kernels};
+use crate::stage::{Microbatch, StageError, Value};
+
+use super::Axis;
+
+/// Whether a pass learns or only looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    Train,
+    Evaluate,
+}
+
+/// Everything around a pass.
+pub struct Ctx<'a, K: Kernels> {
+    pub kernels: &'a K,
+    /// The ranks along every axis.
+    pub groups: &'a [Arc<dyn Group<K::Buf>>],
+    /// The flat buffer of parameters; W computes nothing again that needs it.
+    pub params: Option<&'a K::Buf>,
+    pub microbatch: Microbatch,
+    /// The place in the step's batch of this rank's first sample.
+    pub first_sample: u64,
+    pub seed: u64,
+    pub mode: Mode,
+}
+
+impl<'a, K: Kernels> Ctx<'a, K> {
+    pub fn weight(&self, start: usize) -> BufSlice<'a, K::Buf> {
+        BufSlice { buf: self.params.expect("F and B have the parameters"), start }
+    }
+
+    pub fn group(&self, axis: Axis) -> &'a dyn Group<K::Buf> {
+        &*self.groups[axis.0]
+    }
+
+    /// A mask for rows of `cols` elements, of which the first is row `row` of this rank's samples; none where nothing is dropped.
+    pub fn dropout(&self, site: Site, row: u64, cols: usize) -> Option<Dropout> {
+        let stream = Stream::new(self.seed, self.microbatch.step, site.id);
+        let row = self.first_sample * site.rows as u64 + row;
+        self.dropping(site.rate).then_some(Dropout { rate: site.rate, stream, first: row * cols as u64 })
+    }
+
+    pub fn dropping(&self, rate: f64) -> bool {
+        self.mode == Mode::Train && rate > 0.0
+    }
+
+    /// What one of `per_sample` terms of a sample's loss counts in the batch's mean.
+    pub fn share(&self, per_sample: usize) -> f64 {
+        1.0 / (self.microbatch.batch_samples as f64 * per_sample as f64)
+    }
+}
+
+/// A place in a model where elements are dropped.
+#[derive(Debug, Clone, Copy)]
+pub struct Site {
+    /// Unique in the model.
+    pub id: u32,
+    pub rate: f64,
+    /// Rows of a sample.
+    pub rows: usize,
+}
+
+/// What a pass reads of an op's values, by their places.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Reads {
+    pub ins: Vec<usize>,
+    /// The output.
+    pub out: bool,
+    pub extras: Vec<usize>,
+    /// The gradient of its output.
+    pub gradient: bool,
+}
+
+/// What an op's passes read and what they may overwrite.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Needs {
+    pub backward: Reads,
+    pub weights: Reads,
+    /// The input that F makes its output of.
+    pub forward_takes: Option<usize>,
+    /// Whether B makes its result of the gradient that comes in.
+    pub backward_takes_gradient: bool,
+    /// The extra that B makes its result of.
+    pub backward_takes_extra: Option<usize>,
+    /// The input whose gradient B can add to what there is already.
+    pub adds_to: Option<usize>,
+}
+
+/// When an extra comes into being.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Born {
+    Forward,
+    Backward,
+}
+
+/// Something that an op leaves for its later passes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Extra {
+    pub len: usize,
+    pub born: Born,
+}
+
+/// Multiplications and additions of a forward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Cost {
+    /// Products with weights: as many again in B, and in W.
+    pub matrix: f64,
+    /// Products of activations with each other: twice as many in B, none in W.
+    pub attention: f64,
+}
+
+/// A value for an op to look at, or to keep.
+#[derive(Debug)]
+pub(super) enum Arg<'a, B> {
+    Absent,
+    Seen(&'a Value<B>),
+    Owned(Option<Value<B>>),
+}
+
+impl<B: Buffer> Arg<'_, B> {
+    pub(super) fn real(&self) -> &B {
+        match self {
+            Arg::Seen(Value::Real(buf)) | Arg::Owned(Some(Value::Real(buf))) => buf,
+            other => panic!("an op found {other:?} where it wants numbers"),
+        }
+    }
+
+    pub(super) fn ids(&self) -> &[i32] {
+        match self {
+            Arg::Seen(Value::Ids(ids)) | Arg::Owned(Some(Value::Ids(ids))) => ids,
+            other => panic!("an op found {other:?} where it wants ids"),
+        }
+    }
+
+    pub(super) fn take(&mut self) -> B {
+        match self {
+            Arg::Owned(value @ Some(Value::Real(_))) => match value.take() {
+                Some(Value::Real(buf)) => buf,
+                _ => unreachable!("it was just looked at"),
+            },
+            other => panic!("an op takes {other:?}, which it did not ask for"),
+        }
+    }
+}
+
+/// What a gradient pass of an op works on.
+pub(super) struct Saved<'a, B> {
+    pub ins: Vec<Arg<'a, B>>,
+    pub out: Arg<'a, B>,
+    pub extras: Vec<Arg<'a, B>>,
+    pub gradient: Arg<'a, B>,
+    /// To be added to the gradient of [`Needs::adds_to`].
+    pub residual: Option<&'a B>,
+}
+
+/// What B makes.
+pub(super) struct Made<B> {
+    /// The gradient of every input that has one of its own.
+    pub gradients: Vec<Option<B>>,
+    /// Extras that are born in B, in order.
+    pub extras: Vec<Value<B>>,
+}
+
+impl<B> Made<B> {
+    pub(super) fn one(gradient: B) -> Self {
+        Self { gradients: vec![Some(gradient)], extras: vec![] }
+    }
+}
+
+/// A step of a model.
+pub(super) trait Op<K: Kernels>: Send {
+    /// What it is, for messages.
+    fn name(&self) -> &'static str;
+
+    fn needs(&self) -> Needs;
+
+    fn extras(&self) -> Vec<Extra> {
+        vec![]
+    }
+
+    /// The operations of its forward pass on this rank.
+    fn cost(&self) -> Cost {
+        Cost::default()
+    }
+
+    fn has_weights(&self) -> bool {
+        false
+    }
+
+    /// Whether its output is a loss, whose gradient is one.
+    fn is_loss(&self) -> bool {
+        false
+    }
+
+    /// Whether the gradient of an input is just that of the output.
+    fn passes_gradient(&self, _input: usize) -> bool {
+        false
+    }
+
+    /// F: the output, then the extras that are born here.
+    fn forward(&self, ctx: &Ctx<'_, K>, ins: Vec<Arg<'_, K::Buf>>) -> Result<Vec<Value<K::Buf>>, StageError>;
+
+    /// B.
+    fn backward(&self, _: &Ctx<'_, K>, _: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {
+        panic!("`{}` has no gradients of inputs", self.name())
+    }
+
+    /// W: adds to the gradients of its weights.
+    fn weights(&self, _: &K, _: Saved<'_, K::Buf>, _: &mut K::Buf) {
+        panic!("`{}` has no weights", self.name())
+    }
+}

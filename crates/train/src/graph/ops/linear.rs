@@ -1,0 +1,192 @@
+//! A linear map of rows: `y = x W + b`, with W `[in, out]` as GPT-2 stores it, or `[out, in]`.
+
+use crate::graph::build::{Builder, Keep};
+use crate::graph::op::{Arg, Cost, Ctx, Made, Needs, Op, Reads, Saved};
+use crate::graph::{Axis, Lie, Spread, Typed, Val};
+use crate::kernels::{Gemm, Kernels, PartMut, Rows};
+use crate::parameter::Init;
+use crate::stage::{StageError, Value};
+
+/// How the ranks of an axis share a map.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Parallel {
+    /// Everybody computes it.
+    None,
+    /// Each has some columns of the result: the dim of `outs` that is split.
+    Columns(Axis, usize),
+    /// Each has some columns of `x`, and a summand of the result: the dim of `ins` that is split.
+    Summands(Axis, usize),
+}
+
+/// A linear map to be declared: its dims in as many as it takes to say what is split.
+#[derive(Debug, Clone)]
+pub struct LinearSpec<'a> {
+    /// `name.weight` and `name.bias`.
+    pub name: &'a str,
+    pub ins: &'a [usize],
+    pub outs: &'a [usize],
+    pub parallel: Parallel,
+    pub init: Init,
+    pub bias: bool,
+    /// Whether the matrix lies as `[outs.., ins..]`.
+    pub transposed: bool,
+    /// Part of the insides of attention, which may be computed again.
+    pub in_attention: bool,
+}
+
+/// A matrix that is there already, as `[out, in]`.
+#[derive(Debug, Clone)]
+pub struct TableSpec {
+    pub name: String,
+    pub rows: usize,
+    pub cols: usize,
+    pub init: Init,
+    /// The axis that splits its rows.
+    pub axis: Axis,
+}
+
+struct Linear {
+    rows: usize,
+    ins: usize,
+    outs: usize,
+    weight: usize,
+    /// Where the bias lies, and whether this rank adds it.
+    bias: Option<(usize, bool)>,
+    /// Whether the matrix lies as `[out, in]`.
+    transposed: bool,
+}
+
+impl<K: Kernels> Builder<'_, '_, K> {
+    /// `x W + b`.
+    pub fn linear(&mut self, x: Val, spec: &LinearSpec<'_>) -> Val {
+        let (x, lie, split) = self.shared(x, spec.parallel, spec.ins.len());
+        let typed = self.typed(x).clone();
+        // `split` counts dims of `[ins.., outs..]`.
+        let (shape, of_weight, first_out) = if spec.transposed {
+            let turned = |dim: usize| match dim.checked_sub(spec.ins.len()) {
+                Some(out) => out,
+                None => spec.outs.len() + dim,
+            };
+            ([spec.outs, spec.ins].concat(), split.map(|(dim, axis)| (turned(dim), axis)), 0)
+        } else {
+            ([spec.ins, spec.outs].concat(), split, spec.ins.len())
+        };
+        let weight = self.weight(x, format!("{}.weight", spec.name), &shape, of_weight, (spec.init, true));
+        let bias = spec.bias.then(|| {
+            let split = split.and_then(|(dim, axis)| Some((dim.checked_sub(spec.ins.len())?, axis)));
+            self.weight(x, format!("{}.bias", spec.name), spec.outs, split, (Init::Zeros, false)).start
+        });
+        let outs = weight.dims[first_out..][..spec.outs.len()].iter().product();
+        let op = Linear {
+            rows: typed.rows.len(),
+            ins: typed.cols,
+            outs,
+            weight: weight.start,
+            bias: bias.map(|start| (start, self.adds_bias(spec.parallel))),
+            transposed: spec.transposed,
+        };
+        let out = Typed { lie, cols: outs, ..typed };
+        self.push(op, &[x], out, if spec.in_attention { Keep::Attention } else { Keep::Always })
+    }
+
+    /// `x T'`, with a table `T` whose rows are split: logits.
+    pub fn times_table(&mut self, x: Val, spec: &TableSpec) -> Val {
+        let (x, lie, _) = self.shared(x, Parallel::Columns(spec.axis, 0), 1);
+        let typed = self.typed(x).clone();
+        let (weight, outs) = self.table(x, spec);
+        let (rows, ins) = (typed.rows.len(), typed.cols);
+        let op = Linear { rows, ins, outs, weight, bias: None, transposed: true };
+        self.push(op, &[x], Typed { lie, cols: outs, ..typed }, Keep::Always)
+    }
+
+    /// Declares a table; where it lies, and its rows here.
+    pub(super) fn table(&mut self, x: Val, spec: &TableSpec) -> (usize, usize) {
+        let (shape, split) = ([spec.rows, spec.cols], Some((0, spec.axis)));
+        let weight = self.weight(x, spec.name.clone(), &shape, split, (spec.init, true));
+        (weight.start, weight.dims[0])
+    }
+
+    /// `x` as a map wants it to lie, how its result lies, and which dim of `[ins.., outs..]` is split.
+    pub(super) fn shared(
+        &mut self,
+        x: Val,
+        parallel: Parallel,
+        ins: usize,
+    ) -> (Val, Lie, Option<(usize, Axis)>) {
+        let lie = self.typed(x).lie.clone();
+        match parallel {
+            Parallel::None => (x, lie, None),
+            Parallel::Columns(axis, dim) => {
+                let wanted = lie.entering(axis);
+                (self.want(x, &wanted), lie.along(axis, Spread::Columns), Some((ins + dim, axis)))
+            }
+            Parallel::Summands(axis, dim) => {
+                let wanted = lie.along(axis, Spread::Columns);
+                (self.want(x, &wanted), lie.along(axis, Spread::Summand), Some((dim, axis)))
+            }
+        }
+    }
+
+    /// Of the summands of a result, the first rank's has the bias in it.
+    pub(super) fn adds_bias(&self, parallel: Parallel) -> bool {
+        match parallel {
+            Parallel::Summands(axis, _) => self.team.along(axis).rank == 0,
+            _ => true,
+        }
+    }
+}
+
+impl<K: Kernels> Op<K> for Linear {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn needs(&self) -> Needs {
+        Needs {
+            backward: Reads { gradient: true, ..Reads::default() },
+            weights: Reads { ins: vec![0], gradient: true, ..Reads::default() },
+            ..Needs::default()
+        }
+    }
+
+    fn has_weights(&self) -> bool {
+        true
+    }
+
+    fn cost(&self) -> Cost {
+        Cost { matrix: 2.0 * self.rows as f64 * self.ins as f64 * self.outs as f64, attention: 0.0 }
+    }
+
+    fn forward(&self, ctx: &Ctx<'_, K>, ins: Vec<Arg<'_, K::Buf>>) -> Result<Vec<Value<K::Buf>>, StageError> {
+        let mut y = ctx.kernels.buffer(self.rows * self.outs);
+        let bias = self.bias.filter(|(_, adds)| *adds).map(|(start, _)| ctx.weight(start));
+        let gemm = Gemm::new(self.rows, self.outs, self.ins);
+        let gemm = if self.transposed { gemm.b_transposed() } else { gemm };
+        ctx.kernels.gemm(gemm, ins[0].real().into(), ctx.weight(self.weight), bias, (&mut y).into());
+        Ok(vec![Value::Real(y)])
+    }
+
+    fn backward(&self, ctx: &Ctx<'_, K>, saved: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {
+        let mut dx = ctx.kernels.buffer(self.rows * self.ins);
+        let gemm = Gemm::new(self.rows, self.ins, self.outs);
+        let gemm = if self.transposed { gemm } else { gemm.b_transposed() };
+        ctx.kernels.gemm(gemm, saved.gradient.real().into(), ctx.weight(self.weight), None, (&mut dx).into());
+        Ok(Made::one(dx))
+    }
+
+    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut K::Buf) {
+        let (x, dy) = (saved.ins[0].real(), saved.gradient.real());
+        let start = self.weight;
+        if self.transposed {
+            let gemm = Gemm::new(self.outs, self.ins, self.rows).a_transposed().added();
+            kernels.gemm(gemm, dy.into(), x.into(), None, PartMut { buf: grads, start });
+        } else {
+            let gemm = Gemm::new(self.ins, self.outs, self.rows).a_transposed().added();
+            kernels.gemm(gemm, x.into(), dy.into(), None, PartMut { buf: grads, start });
+        }
+        if let Some((start, _)) = self.bias {
+            let size = Rows { rows: self.rows, cols: self.outs };
+            kernels.sum_rows(size, dy, PartMut { buf: grads, start });
+        }
+    }
+}

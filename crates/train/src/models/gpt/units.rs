@@ -1,0 +1,198 @@
+//! The units of a decoder: embedding, blocks, head.
+
+use std::sync::Arc;
+
+use super::rotary::RotaryConfig;
+use super::{DEVIATION, Family, GptConfig};
+use crate::chain::Setup;
+use crate::graph::ops::attention::AttentionSpec;
+use crate::graph::ops::linear::{LinearSpec, Parallel, TableSpec};
+use crate::graph::ops::norm::NormSpec;
+use crate::graph::{Builder, Lie, Site, Spread, Val};
+use crate::kernels::{Activation, Kernels};
+use crate::models::branch::{Attend, FeedForward, TP, attend, feed_forward};
+use crate::parameter::Init;
+
+/// What all units know.
+pub(super) struct Units<'a, 's, 'p, K: Kernels> {
+    pub config: &'a GptConfig,
+    pub b: Builder<'s, 'p, K>,
+    /// Rows of this rank's samples, and how they lie between branches.
+    pub rows: usize,
+    pub trunk: Lie,
+}
+
+impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
+    pub fn new(config: &'a GptConfig, setup: &Setup, b: Builder<'s, 'p, K>) -> Self {
+        let rows = setup.own_samples().len() * config.context;
+        let whole = b.team.whole();
+        let trunk = if setup.sequence_parallel { whole.along(TP, Spread::Rows) } else { whole };
+        Self { config, b, rows, trunk }
+    }
+
+    /// Tokens and positions, looked up. The table of tokens is split over the vocabulary.
+    pub fn embed(mut self) -> Builder<'s, 'p, K> {
+        let ids = self.b.ids("tokens", self.rows);
+        let table = table(self.config, self.names().table);
+        let mut x = self.b.embed(ids, &table);
+        if self.config.family == Family::Gpt2 {
+            x = self.b.positions(x, "wpe.weight", self.config.context, NORMAL);
+        }
+        let x = self.b.want(x, &self.trunk);
+        let x = self.b.dropout(x, self.site(0));
+        self.b.give("h", x);
+        self.b
+    }
+
+    /// A block: attention and a feed-forward map, one behind the other.
+    pub fn block(self, layer: usize) -> Builder<'s, 'p, K> {
+        match self.config.family.clone() {
+            Family::Gpt2 => self.gpt2_block(layer),
+            Family::Llama { kv_heads, rotary } => self.llama_block(layer, kv_heads, &rotary),
+        }
+    }
+
+    fn llama_block(mut self, layer: usize, kv_heads: usize, rotary: &RotaryConfig) -> Builder<'s, 'p, K> {
+        let name = |rest: &str| format!("model.layers.{layer}.{rest}");
+        let config = self.config;
+        let (width, site) = ([config.width], 1 + 3 * layer as u32);
+        let (group, head_dim) = (config.heads / kv_heads, config.width / config.heads);
+        // Heads of keys and values are shared out, each with the heads that ask it.
+        let (asks, asked) = ([kv_heads, group, head_dim], [kv_heads, head_dim]);
+        let x = self.trunk("h");
+        let normed = self.norm(x, &name("input_layernorm"));
+        let q = self.map(normed, &name("self_attn.q_proj"), &width, &asks, COLUMNS, true);
+        let k = self.map(normed, &name("self_attn.k_proj"), &width, &asked, COLUMNS, true);
+        let v = self.map(normed, &name("self_attn.v_proj"), &width, &asked, COLUMNS, true);
+        let turns = Arc::new(rotary.table(head_dim, config.context));
+        let (q, k) = (self.b.rotate(q, &turns), self.b.rotate(k, &turns));
+        let attention = AttentionSpec {
+            axis: TP,
+            heads: config.heads,
+            kv_heads,
+            head_dim,
+            queries: config.context,
+            keys: config.context,
+            causal: true,
+            dropout: (site, config.dropout),
+        };
+        let heads = self.b.grouped_attention(q, k, v, attention);
+        let attended = self.map(heads, &name("self_attn.o_proj"), &asks, &width, SUMMANDS, false);
+        let x = self.b.residual(x, attended, self.site(site + 1));
+        let normed = self.norm(x, &name("post_attention_layernorm"));
+        let hidden = [config.hidden];
+        let gate = self.map(normed, &name("mlp.gate_proj"), &width, &hidden, COLUMNS, false);
+        let up = self.map(normed, &name("mlp.up_proj"), &width, &hidden, COLUMNS, false);
+        let gated = self.b.gate(gate, up, Activation::Silu);
+        let mapped = self.map(gated, &name("mlp.down_proj"), &hidden, &width, SUMMANDS, false);
+        let x = self.b.residual(x, mapped, self.site(site + 2));
+        self.b.give("h", x);
+        self.b
+    }
+
+    /// A map as Llama has them: `[out, in]`, without a bias.
+    fn map(
+        &mut self,
+        x: Val,
+        name: &str,
+        ins: &[usize],
+        outs: &[usize],
+        parallel: Parallel,
+        in_attention: bool,
+    ) -> Val {
+        let (init, bias, transposed) = (NORMAL, false, true);
+        self.b.linear(x, &LinearSpec { name, ins, outs, parallel, init, bias, transposed, in_attention })
+    }
+
+    fn gpt2_block(mut self, layer: usize) -> Builder<'s, 'p, K> {
+        let name = |rest: &str| format!("h.{layer}.{rest}");
+        let site = 1 + 3 * layer as u32;
+        let config = self.config;
+        // GPT-2: what is added to the trunk starts smaller the more often something is added.
+        let init = NORMAL;
+        let out_init = Init::Normal { deviation: DEVIATION / (2.0 * config.layers as f64).sqrt() };
+        let x = self.trunk("h");
+        let normed = self.norm(x, &name("ln_1"));
+        let attention = Attend {
+            project: &name("attn.c_attn"),
+            out: &name("attn.c_proj"),
+            context: None,
+            width: config.width,
+            heads: config.heads,
+            queries: config.context,
+            causal: true,
+            dropout: (site, config.dropout),
+            bias: true,
+            init,
+            out_init,
+        };
+        let attended = attend(&mut self.b, normed, &attention);
+        let x = self.b.residual(x, attended, self.site(site + 1));
+        let normed = self.norm(x, &name("ln_2"));
+        let map = FeedForward {
+            up: &name("mlp.c_fc"),
+            down: &name("mlp.c_proj"),
+            width: config.width,
+            hidden: config.hidden,
+            activation: Activation::Gelu,
+            up_init: init,
+            down_init: out_init,
+        };
+        let mapped = feed_forward(&mut self.b, normed, &map);
+        let x = self.b.residual(x, mapped, self.site(site + 2));
+        self.b.give("h", x);
+        self.b
+    }
+
+    /// The last norm, logits over the vocabulary, and their cross-entropy.
+    pub fn head(mut self) -> Builder<'s, 'p, K> {
+        let x = self.trunk("h");
+        let targets = self.b.ids("targets", self.rows);
+        let Names { table: tokens, norm } = self.names();
+        let normed = self.norm(x, norm);
+        let name = if self.config.tied { tokens } else { "lm_head.weight" };
+        let logits = self.b.times_table(normed, &table(self.config, name));
+        let loss = self.b.cross_entropy(logits, targets, self.config.vocab, self.config.context);
+        self.b.give("loss", loss);
+        self.b
+    }
+
+    fn trunk(&mut self, name: &str) -> Val {
+        let typed = self.b.matrix(self.rows, self.config.width, self.trunk.clone());
+        self.b.take(name, typed)
+    }
+
+    fn norm(&mut self, x: Val, name: &str) -> Val {
+        let spec = NormSpec { name, epsilon: self.config.epsilon };
+        match self.config.family {
+            Family::Gpt2 => self.b.layer_norm(x, &spec),
+            Family::Llama { .. } => self.b.rms_norm(x, &spec),
+        }
+    }
+
+    fn names(&self) -> Names {
+        match self.config.family {
+            Family::Gpt2 => Names { table: "wte.weight", norm: "ln_f" },
+            Family::Llama { .. } => Names { table: "model.embed_tokens.weight", norm: "model.norm" },
+        }
+    }
+
+    fn site(&self, id: u32) -> Site {
+        Site { id, rate: self.config.dropout, rows: self.config.context }
+    }
+}
+
+/// What is called otherwise in each family.
+struct Names {
+    table: &'static str,
+    norm: &'static str,
+}
+
+const NORMAL: Init = Init::Normal { deviation: DEVIATION };
+const COLUMNS: Parallel = Parallel::Columns(TP, 0);
+const SUMMANDS: Parallel = Parallel::Summands(TP, 0);
+
+/// The table of tokens, which embedding and head may share.
+fn table(config: &GptConfig, name: &str) -> TableSpec {
+    TableSpec { name: name.into(), rows: config.vocab, cols: config.width, init: NORMAL, axis: TP }
+}
