@@ -51,6 +51,31 @@ assert np.array_equal(out["w"].numpy(), full[:, columns]), out["w"].numpy()
 """)
 
 
+def test_random_shards_with_gaps_the_other_way_round():
+    """Against slicing: dims reversed in memory, every second element of each."""
+    run(2, """
+rng = np.random.default_rng(0)
+job = cm.init()
+for number in range(40):
+    shape = tuple(int(n) for n in rng.integers(1, 9, rng.integers(1, 4)))
+    dims = [["x" if dim == at else None for dim in range(len(shape))] for at in rng.integers(len(shape), size=2)]
+    src, dst = [cm.Layout("f32", shape, cm.Mesh(name, x=2, ranks=range(2)), of) for name, of in zip("AB", dims)]
+    full = rng.standard_normal(shape).astype(np.float32)
+    cut = lambda layout: full[tuple(slice(a, b) for a, b in layout.boxes(rank)[0])]
+    def spread(array):
+        room = np.full([2 * n + 1 for n in reversed(array.shape)], 77, np.float32)
+        view = room[tuple(slice(1, None, 2) for _ in array.shape)].transpose()
+        view[...] = array
+        return view
+    mine = {"w": spread(cut(src))} if src.holds(rank) else {}
+    out = {"w": spread(cut(dst) * 0)} if dst.holds(rank) else {}
+    job.run(cm.plan({"w": (src, dst)}), mine, out, timeout_s=20)
+    if out:
+        assert np.array_equal(out["w"], cut(dst)), (number, str(src), str(dst))
+job.close()
+""")
+
+
 def test_bits_of_what_numpy_does_not_know_and_awaited():
     run(2, """
 import asyncio

@@ -136,7 +136,41 @@ fn python() -> Result<()> {
     }
     let mut develop = Command::new(program("maturin"));
     say_and_run(develop.args(["develop", "-q"]).env("VIRTUAL_ENV", &folder))?;
-    say_and_run(Command::new(program("python")).args(["-m", "pytest"]))
+    say_and_run(Command::new(program("python")).args(["-m", "pytest"]))?;
+    let wheels = root().join("target/wheels");
+    let mut build = Command::new(program("maturin"));
+    say_and_run(build.args(["build", "-q", "--out"]).arg(&wheels).env("VIRTUAL_ENV", &folder))?;
+    ["3.12", "3.13"].into_iter().try_for_each(|version| smoke(version, &wheels))
+}
+
+/// One wheel for all versions: the same file on a newer interpreter, with numpy alone.
+fn smoke(version: &str, wheels: &Path) -> Result<()> {
+    let Some(python) = interpreter(version) else {
+        eprintln!("==\n== SKIPPED: there is no Python {version}; the wheel is not tested on it\n==");
+        return Ok(());
+    };
+    let folder = root().join(format!("target/python{version}"));
+    let pip = folder.join("bin/pip");
+    if !pip.exists() {
+        say_and_run(Command::new(python).args(["-m", "venv"]).arg(&folder))?;
+        say_and_run(Command::new(&pip).args(["install", "-q", "numpy>=2"]))?;
+    }
+    let install = ["install", "-q", "--no-deps", "--no-index", "--force-reinstall", "--find-links"];
+    say_and_run(Command::new(&pip).args(install).arg(wheels).arg("crossmesh"))?;
+    say_and_run(Command::new(folder.join("bin/python")).arg("python/tests/smoke.py"))
+}
+
+/// A Python of this version: on the path, or among those that pyenv keeps.
+fn interpreter(version: &str) -> Option<PathBuf> {
+    let named = PathBuf::from(format!("python{version}"));
+    let works = |python: &Path| Command::new(python).arg("-V").output().is_ok_and(|out| out.status.success());
+    let home = std::env::var_os("PYENV_ROOT").map(PathBuf::from);
+    let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".pyenv")));
+    let kept = home.and_then(|home| std::fs::read_dir(home.join("versions")).ok());
+    let kept = kept.into_iter().flatten().flatten().filter(|entry| {
+        entry.file_name().to_string_lossy().strip_prefix(version).is_some_and(|rest| rest.starts_with('.'))
+    });
+    std::iter::once(named).chain(kept.map(|entry| entry.path().join("bin/python"))).find(|path| works(path))
 }
 
 fn has_venv() -> bool {

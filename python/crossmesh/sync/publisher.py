@@ -39,7 +39,8 @@ class Publisher(Member):
         self._offered: dict[str, Any] = {}
         self._about: dict[str, dict] = {}
         self._version, self._since, self._hashes = None, None, {}
-        self._busy, self._committed = False, None
+        # The snapshot is being read; it has not moved yet; the last version that everybody has.
+        self._busy, self._pending, self._committed = False, False, None
         self._roll_call = RollCall(self._address, self._secret) if self.rank == 0 else None
 
     def offer(self, tensors: Any) -> None:
@@ -86,7 +87,8 @@ class Publisher(Member):
         return {"version": self._version}
 
     def publish(self, version: int, *, names: list[str] | None = None, changed_only: bool = False) -> None:
-        """Takes a snapshot, and returns; the version moves while training goes on. Where the last one is still being read, waits its turn.
+        """Takes a snapshot, and returns; the version moves while training goes on. Where the last one is still being read, or other ranks
+        have not published it yet, waits its turn; servers that are slow or gone are not waited for.
 
         ``names``: only these have changed. ``changed_only``: those whose bits have.
         """
@@ -98,8 +100,10 @@ class Publisher(Member):
         for name in names or []:
             if name not in self._offered:
                 raise SyncError(f"`{name}` was not offered")
+        if self._pending:
+            self._tell("wants")
         with self._lock:
-            self._lock.wait_for(lambda: not self._busy or self._closed)
+            self._lock.wait_for(lambda: not (self._busy or self._pending) or self._closed)
             start = time.perf_counter()
             since, self._version = self._version, None
         changed = None if names is None and not changed_only else []
@@ -117,6 +121,7 @@ class Publisher(Member):
                 changed.append(name)
         with self._lock:
             self._version, self._since = version, since
+            self._pending = self._channel is not None
             self._version_times = {"snapshot_s": time.perf_counter() - start}
         self._tell("published", version=version, changed=changed, since=since)
 
@@ -162,6 +167,12 @@ class Publisher(Member):
     def _on_over(self, said: dict) -> None:
         with self._lock:
             self._busy = False
+            self._pending &= not said["moved"]
+            self._lock.notify_all()
+
+    def _on_go(self, said: dict) -> None:
+        with self._lock:
+            self._pending = False
             self._lock.notify_all()
 
     def _on_committed(self, said: dict) -> None:
@@ -171,7 +182,7 @@ class Publisher(Member):
 
     def _leave(self) -> None:
         super()._leave()
-        self._on_over({})
+        self._on_over({"moved": self._channel is None})
 
     def close(self) -> None:
         super().close()

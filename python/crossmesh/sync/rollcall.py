@@ -44,6 +44,7 @@ class Member:
         self.version, self.changed, self.since = hello.get("version"), None, None  # what a publisher has
         self.staged, self.installed = hello.get("staged"), hello.get("installed")  # what a subscriber has
         self.told = None  # the last commit
+        self.wants = False  # to publish the next version, though this one has not moved
 
     @property
     def name(self) -> str:
@@ -152,7 +153,10 @@ class RollCall:
 
     def _on_published(self, member: Member, said: dict) -> None:
         member.version, member.changed, member.since = said["version"], said["changed"], said["since"]
-        self._tries = 0
+        member.wants, self._tries = False, 0
+
+    def _on_wants(self, member: Member, said: dict) -> None:
+        member.wants = True
 
     def _on_moved(self, member: Member, said: dict) -> None:
         if self._moving is None or said["round"] != self._moving["round"]:
@@ -201,6 +205,21 @@ class RollCall:
                 self._form()
         elif self._moving is None and all(m.joined == self._epoch for m in self._order):
             self._begin()
+        if self._moving is None:
+            self._release()
+
+    def _release(self) -> None:
+        """Lets publishers overwrite a version that will not move: nobody is there for it, another rank is past it, or all of them are.
+
+        Who is ahead of the others waits for them, so that they have a version in common however differently they run.
+        """
+        publishers = [m for m in self._members.values() if m.side == "publisher"]
+        newest = max((m.version for m in publishers if m.version is not None), default=None)
+        nobody = self._changed_s is not None or all(m.wants for m in publishers)
+        for member in publishers:
+            if member.wants and (nobody or member.version is None or member.version < newest):
+                member.wants = False
+                member.tell("go")
 
     def _is_complete(self) -> bool:
         sides = {side: [m for m in self._members.values() if m.side == side] for side in ("publisher", "subscriber")}

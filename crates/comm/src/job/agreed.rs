@@ -79,7 +79,7 @@ impl Agreed {
     /// The id of a plan's next run.
     pub fn next_id(&mut self, fingerprint: u64) -> u32 {
         let plan = self.plans.get_mut(&fingerprint).expect("only plans that were agreed on are run");
-        let id = plan.number << USE_BITS | plan.uses % MOST_USES;
+        let id = (plan.number << USE_BITS) | (plan.uses % MOST_USES);
         plan.uses = plan.uses.wrapping_add(1);
         id
     }
