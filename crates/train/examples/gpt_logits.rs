@@ -16,7 +16,7 @@ use std::sync::Arc;
 use crossmesh_core::id::Rank;
 use crossmesh_train::chain::{Chain, Setup};
 use crossmesh_train::checkpoint::{
-    Checkpoint, Convert, Facts, Moments, Sharding, Snapshot, StageState, StageTarget, Store, gpt2,
+    Checkpoint, Convert, Facts, Moments, Sharding, Snapshot, StageState, StageTarget, Store, hf,
 };
 use crossmesh_train::group::Alone;
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
@@ -61,7 +61,7 @@ fn evaluate(piece: &mut Piece, samples: usize, inputs: Vec<Value<Buf>>) -> Value
 
 fn print_logits(path: &Path, tokens: &[i32]) {
     let checkpoint = Checkpoint::open(path).unwrap_or_else(|error| panic!("{error}"));
-    let config = gpt2::gpt_config(&checkpoint).unwrap_or_else(|error| panic!("{error}"));
+    let config = hf::decoder_config(&checkpoint).unwrap_or_else(|error| panic!("{error}"));
     let samples = tokens.len() / config.context;
     let mut whole = piece(&config, 0..config.layers + 2, samples, Some(&checkpoint));
     let mut targets = tokens.to_vec();
@@ -111,7 +111,7 @@ fn new(folder: &str, sizes: &str, tied: bool) {
     let state = StageState { parameters, place: &place, values: &values, moments, elsewhere: &[] };
     let snapshot = Snapshot::take(0, Rank(0), &[state]).expect("a snapshot");
     let store = Store::new(folder, NonZeroUsize::MIN);
-    let (model, run) = (gpt2::model_json(&config), serde_json::Value::Null);
+    let (model, run) = (hf::model_json(&config), serde_json::Value::Null);
     let facts = Facts { step: 0, samples: 0, seed: 1, model, run, optimizer: None };
     let path = store.commit(&facts, &[store.write(snapshot).report()]);
     println!("{}", path.unwrap_or_else(|error| panic!("{error}")).display());

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use crossmesh_core::units::Bytes;
-use crossmesh_train::checkpoint::{Checkpoint, Store, gpt2};
+use crossmesh_train::checkpoint::{Checkpoint, Store, hf};
 
 use crate::Answer;
 use crate::output::{self, count};
@@ -105,7 +105,7 @@ pub fn find(path: &Path) -> Result<PathBuf> {
 
 fn export(args: &ExportArgs) -> Result<Answer> {
     let checkpoint = Checkpoint::open(&find(&args.checkpoint)?)?;
-    let exported = gpt2::export(&checkpoint, &args.output)?;
+    let exported = hf::export(&checkpoint, &args.output)?;
     let (bytes, tensors) = (Bytes(exported.bytes), count(exported.tensors, "tensor"));
     let (step, model, config) =
         (checkpoint.facts().step, exported.model.display(), exported.config.display());
@@ -116,8 +116,8 @@ fn export(args: &ExportArgs) -> Result<Answer> {
 fn import(args: &ImportArgs) -> Result<Answer> {
     let store = store(&args.output);
     let imported = match args.dtype {
-        Real::F32 => gpt2::import::<f32>(&args.file, args.heads, &store)?,
-        Real::F64 => gpt2::import::<f64>(&args.file, args.heads, &store)?,
+        Real::F32 => hf::import::<f32>(&args.file, args.heads, &store)?,
+        Real::F64 => hf::import::<f64>(&args.file, args.heads, &store)?,
     };
     let (tensors, path, c) = (count(imported.tensors, "tensor"), imported.path.display(), &imported.config);
     let tied = if c.tied { "tied" } else { "untied" };
