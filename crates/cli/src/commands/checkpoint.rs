@@ -31,7 +31,7 @@ enum What {
     Import(ImportArgs),
 }
 
-/// Write a GPT as one file that Hugging Face transformers loads: model.safetensors and config.json.
+/// Write a GPT or a Llama as one file that Hugging Face transformers loads: model.safetensors and config.json.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh checkpoint export runs/gpt/checkpoints -o gpt2-format
@@ -45,7 +45,7 @@ struct ExportArgs {
     output: PathBuf,
 }
 
-/// Read a GPT-2 as Hugging Face transformers saves it, to train on from.
+/// Read a GPT-2 or a Llama as Hugging Face transformers saves it, to train on from.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "The number of heads is in the config.json beside the file; without one, give it.
 

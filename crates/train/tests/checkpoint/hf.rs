@@ -11,7 +11,8 @@ use crossmesh_train::checkpoint::{
 };
 use crossmesh_train::group::in_process;
 use crossmesh_train::kernels::cpu::Cpu;
-use crossmesh_train::models::gpt::{Gpt, GptConfig};
+use crossmesh_train::models::gpt::rotary::{Llama3Scaling, RotaryConfig};
+use crossmesh_train::models::gpt::{Family, Gpt, GptConfig};
 use crossmesh_train::parameter::{Parameter, initial};
 use crossmesh_train::stage::Stage;
 use crossmesh_train::stage_rank::StageRank;
@@ -71,8 +72,14 @@ fn start(config: &GptConfig) -> Vec<f32> {
 
 #[test]
 fn there_and_back() {
-    for tied in [true, false] {
-        let config = config(tied);
+    let scaling = Llama3Scaling { factor: 8.0, low: 1.0, high: 4.0, old_context: 16.0 };
+    let llama = |scaling| {
+        let rotary = RotaryConfig { theta: 5e3, scaling };
+        let family = Family::Llama { kv_heads: 3, rotary };
+        GptConfig { family, epsilon: 2e-5, ..GptConfig::llama((13, 7), 24, 2, (6, 3), 31) }
+    };
+    for config in [config(true), config(false), llama(None), GptConfig { tied: true, ..llama(Some(scaling)) }]
+    {
         let folder = tempfile::tempdir().unwrap();
         let path = saved(&config, "A{dp:2,tp:3}", &folder.path().join("a"));
         let exported = hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out")).unwrap();
