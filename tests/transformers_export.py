@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares our GPT with Hugging Face transformers' GPT-2, both ways. Run by hand:
+"""Compares our GPT and our Llama with Hugging Face transformers', both ways. Run by hand:
 
     python3 -m venv .venv && .venv/bin/pip install torch transformers
     cargo build --release -p crossmesh-cli -p crossmesh-train --example gpt_logits --bin crossmesh
@@ -8,6 +8,8 @@
 - out: an untrained model of ours (no weight of it zero or one) is exported; transformers loads it, and says the same about tokens.
 - in:  a model of transformers is saved, imported, and says the same about tokens here.
 - in:  the same with the names of the first GPT-2 files (no prefix, masks among the weights).
+- llama: a Llama of transformers, with and without Llama 3.1's rotary scaling, tied and not, is imported: logits and every gradient agree; ours is
+  exported and agrees too.
 - back: what was imported and exported again is bit by bit the file it came from.
 
 Same means: logits within 1e-4 and the loss within 1e-5, f32 on both sides. Ends with an error where they are not.
@@ -26,6 +28,11 @@ import transformers
 LOGITS, LOSS = 1e-4, 1e-5
 # vocab, context, width, layers, heads, hidden
 SIZES = [(13, 7, 20, 2, 5, 31), (97, 32, 48, 3, 4, 192), (512, 64, 128, 6, 8, 512)]
+
+
+# vocab, context, width, layers, heads, hidden, heads of keys and values
+LLAMAS = [(13, 7, 24, 2, 6, 31, 3), (97, 32, 48, 3, 4, 160, 1), (512, 64, 128, 4, 8, 352, 2)]
+GRADIENTS = 1e-4
 
 
 def call(*command):
@@ -72,6 +79,50 @@ def outwards(bins, folder, sizes, tied):
     compare(f"out {sizes} {'tied' if tied else 'untied'}", ours(bins, checkpoint, ids), theirs(model, ids))
 
 
+def llama_out(bins, folder, sizes):
+    new = call(bins / "examples" / "gpt_logits", "--new", folder / "new", ",".join(map(str, sizes)), "--untied")
+    checkpoint = new.strip()
+    call(bins / "crossmesh", "checkpoint", "export", checkpoint, "-o", folder / "exported")
+    model, info = transformers.LlamaForCausalLM.from_pretrained(folder / "exported", output_loading_info=True)
+    lost = {key: value for key, value in info.items() if value}
+    assert not lost, lost
+    ids = tokens(*sizes[:2])
+    compare(f"llama out {sizes}", ours(bins, checkpoint, ids), theirs(model, ids))
+
+
+def llama_in(bins, folder, sizes, tied, scaled):
+    vocab, context, width, layers, heads, hidden, kv_heads = sizes
+    torch.manual_seed(5)
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    if scaled:
+        rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                 "original_max_position_embeddings": 16}
+    config = transformers.LlamaConfig(
+        vocab_size=vocab, max_position_embeddings=context, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=hidden, initializer_range=0.1,
+        tie_word_embeddings=tied, rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder / "theirs")
+    call(bins / "crossmesh", "checkpoint", "import", folder / "theirs" / "model.safetensors", "-o", folder / "imported")
+    checkpoint = folder / "imported" / "step-00000000"
+    ids = tokens(vocab, context)
+    what = f"llama in {sizes} {'tied' if tied else 'untied'}{' scaled' if scaled else ''}"
+    compare(what, ours(bins, checkpoint, ids), theirs(model, ids))
+    flat = ",".join(str(t) for t in ids.flatten().tolist())
+    said = json.loads(call(bins / "examples" / "gpt_logits", checkpoint, flat, "--gradients"))["gradients"]
+    model.train()
+    targets = ids.flatten().roll(-1)
+    torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), targets).backward()
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        got = torch.tensor(said.pop(name)).reshape(parameter.shape)
+        worst = max(worst, ((got - parameter.grad).abs().max() / parameter.grad.abs().max()).item())
+    assert not said, said.keys()
+    print(f"{'':38} gradients {worst:.1e}")
+    assert worst <= GRADIENTS, what
+
+
 def inwards(bins, folder, sizes, tied, older):
     vocab, context, width, layers, heads, hidden = sizes
     torch.manual_seed(5)
@@ -113,6 +164,12 @@ def main():
             for older in [False, True] if tied else [False]:
                 with tempfile.TemporaryDirectory() as folder:
                     inwards(bins, pathlib.Path(folder), sizes, tied, older)
+    for sizes in LLAMAS:
+        with tempfile.TemporaryDirectory() as folder:
+            llama_out(bins, pathlib.Path(folder), sizes)
+        for tied, scaled in [(False, False), (True, True)]:
+            with tempfile.TemporaryDirectory() as folder:
+                llama_in(bins, pathlib.Path(folder), sizes, tied, scaled)
     print("the same")
 
 

@@ -10,7 +10,7 @@ use common::{Scratch, crossmesh, ok, refused};
 use crossmesh_core::id::Rank;
 use crossmesh_train::chain::{Chain, Setup};
 use crossmesh_train::checkpoint::{
-    Facts, Moments, OptimizerFacts, Sharding, Snapshot, StageState, Store, gpt2,
+    Facts, Moments, OptimizerFacts, Sharding, Snapshot, StageState, Store, hf,
 };
 use crossmesh_train::group::in_process;
 use crossmesh_train::kernels::cpu::Cpu;
@@ -38,7 +38,7 @@ fn saved(folder: &Path) -> PathBuf {
         store.write(Snapshot::take(7, Rank(position as u32), &[state]).unwrap()).report()
     };
     let optimizer = OptimizerFacts { kind: "sgd".into(), steps: 7, moments: vec!["momentum".into()] };
-    let (model, run) = (gpt2::model_json(&config), serde_json::Value::Null);
+    let (model, run) = (hf::model_json(&config), serde_json::Value::Null);
     let facts = Facts { step: 7, samples: 56, seed: 1, model, run, optimizer: Some(optimizer) };
     store.commit(&facts, &[report(0), report(1)]).unwrap()
 }

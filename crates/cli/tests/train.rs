@@ -18,7 +18,7 @@ fn root() -> PathBuf {
 
 #[test]
 fn every_example_is_a_config() {
-    for name in ["gpt-mini", "gpt-text", "u-transformer", "three-meshes"] {
+    for name in ["gpt-mini", "llama-mini", "gpt-text", "u-transformer", "three-meshes"] {
         let path = format!("examples/{name}.toml");
         let said = said(binary().current_dir(root()).args(["train", &path, "--dry-run", "--json"]));
         assert_eq!((said.code, said.stderr.as_str()), (0, ""), "{name}: {}", said.stdout);

@@ -321,6 +321,7 @@ impl<K: Kernels> Chain<K> {
             first_sample,
             seed: self.setup.seed,
             mode,
+            cache: None,
         }
     }
 

@@ -2,23 +2,24 @@
 //!
 //! ```text
 //! prompt  t o   b e        all rows at once, causal; keys and values of every layer go into the cache
-//! then        _            one row a token: its query meets the cache
+//! then        _            one row a token, or several: their queries meet the cache
 //! ```
 //!
-//! On one rank, with the kernels that training has. The cache holds `2 · layers · width · context` numbers. A model with learned positions ends at
-//! its context; whoever goes on drops the older half of what was said, and reads the rest again ([`Generator::next`]).
+//! On one rank, by the graphs that training has. The cache holds `2 · layers · columns of keys · context` numbers. A model ends at its context; whoever goes on drops the older half of what was said, and reads the rest again ([`Generator::next`]).
 
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::sync::Arc;
 
-use crate::chain::parameters;
-use crate::checkpoint::{Checkpoint, CheckpointError, Convert, StageTarget, gpt2};
+use crate::chain::{Flow, parameters};
+use crate::checkpoint::{Checkpoint, CheckpointError, Convert, StageTarget, hf};
+use crate::graph::{Cache, Ctx, Mode, Unit};
+use crate::group::{Alone, Group};
 use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::random::Stream;
 use crate::kernels::scalar::Scalar;
-use crate::kernels::{
-    Activation, Attention, BufSlice, Gemm, Kernels, Lookup, NormWeights, Normed, PartMut, Projected, Rows,
-};
+use crate::kernels::{Buffer, Kernels};
 use crate::models::gpt::{Gpt, GptConfig};
+use crate::stage::{Microbatch, MicrobatchId, Value};
 use crate::stage_rank::StageRank;
 
 /// How the next token is chosen.
@@ -61,24 +62,24 @@ impl Sampling {
 /// Apart from the places in a model that draw random numbers.
 const SITE: u32 = 0x7e87_0000;
 
-/// A GPT that talks. See the module.
+/// A decoder that talks. See the module.
 pub struct Generator<T: Scalar> {
     kernels: Cpu<T>,
-    config: GptConfig,
+    model: Gpt,
     params: HostBuf<T>,
-    /// Where every parameter begins.
-    starts: BTreeMap<String, usize>,
-    /// By layer: a row of keys and values for every token so far.
-    cache: Vec<HostBuf<T>>,
+    cache: RefCell<Cache<HostBuf<T>>>,
     /// Tokens in the cache.
     tokens: Vec<i32>,
+    /// The units that read one token; and those of the piece that was read last.
+    one: Vec<Unit<Cpu<T>>>,
+    piece: (usize, Vec<Unit<Cpu<T>>>),
 }
 
 impl<T: Scalar> Generator<T> {
     /// The model of a checkpoint, with numbers made as wide as `T`.
     pub fn load(checkpoint: &Checkpoint, threads: usize) -> Result<Self, CheckpointError> {
-        let config = gpt2::gpt_config(checkpoint)?;
-        let model = Gpt::new(config.clone()).map_err(|error| CheckpointError::Model {
+        let config = hf::decoder_config(checkpoint)?;
+        let model = Gpt::new(config).map_err(|error| CheckpointError::Model {
             path: checkpoint.folder().to_path_buf(),
             what: error.to_string(),
         })?;
@@ -90,135 +91,63 @@ impl<T: Scalar> Generator<T> {
             StageTarget { parameters: &parameters, place: &place, values: &mut values, moments: None };
         checkpoint.load(&mut [target], Convert::Yes)?;
         let kernels = Cpu::new(threads);
-        let cache = (0..config.layers).map(|_| kernels.buffer(config.context * 2 * config.width)).collect();
-        let starts = parameters.into_iter().map(|p| (p.name, p.range.start)).collect();
-        Ok(Self { kernels, config, params: values.into(), starts, cache, tokens: vec![] })
+        let room = model.config().context * model.kv_width();
+        let layer = |_| [(); 2].map(|()| kernels.buffer(room));
+        let cache = Cache { layers: (0..model.config().layers).map(layer).collect(), rows: 0 };
+        let (one, cache, params) = (model.reading(1), RefCell::new(cache), values.into());
+        Ok(Self { kernels, model, params, cache, tokens: vec![], one, piece: (0, vec![]) })
     }
 
     pub fn config(&self) -> &GptConfig {
-        &self.config
+        self.model.config()
     }
 
     /// Elements of the cache.
     pub fn cache_elements(&self) -> usize {
-        self.cache.iter().map(|layer| layer.len()).sum()
+        self.cache.borrow().layers.iter().flatten().map(|kept| kept.len()).sum()
     }
 
     /// Reads tokens behind those it has read, and says what may come next: a logit for every token of the vocabulary. Tokens are below the
     /// vocabulary, and there is at least one.
     pub fn next(&mut self, tokens: &[i32]) -> Vec<f64> {
         assert!(!tokens.is_empty(), "there is something to read");
-        let context = self.config.context;
+        let context = self.config().context;
         let mut unread = tokens.to_vec();
         if self.tokens.len() + unread.len() > context {
             // The newest half of the context, to have room for as much again.
             let all: Vec<i32> = self.tokens.drain(..).chain(unread).collect();
             unread = all[all.len() - (context / 2).max(1)..].to_vec();
+            self.cache.borrow_mut().rows = 0;
         }
-        // An empty cache takes all rows at once; else a row meets all that came before it.
-        let (first, rest) = if self.tokens.is_empty() { (&unread[..], &[][..]) } else { unread.split_at(1) };
-        let mut last = self.read(first);
-        for token in rest {
-            last = self.read(std::slice::from_ref(token));
-        }
-        self.logits(&last)
+        self.read(&unread)
     }
 
-    fn weight(&self, name: &str) -> BufSlice<'_, HostBuf<T>> {
-        BufSlice { buf: &self.params, start: self.starts[name] }
-    }
-
-    /// The last row's hidden state.
-    fn read(&mut self, tokens: &[i32]) -> HostBuf<T> {
-        let (rows, width, before) = (tokens.len(), self.config.width, self.tokens.len());
-        let mut h = self.kernels.buffer(rows * width);
-        let lookup = Lookup { ids: tokens, held: 0..self.config.vocab, cols: width };
-        self.kernels.lookup(&lookup, self.weight("wte.weight"), false, &mut h);
-        let positions: Vec<i32> = (before..before + rows).map(|at| at as i32).collect();
-        let lookup = Lookup { ids: &positions, held: 0..self.config.context, cols: width };
-        self.kernels.lookup(&lookup, self.weight("wpe.weight"), true, &mut h);
+    /// The logits of the last row.
+    fn read(&mut self, tokens: &[i32]) -> Vec<f64> {
+        let rows = tokens.len();
+        if rows > 1 && self.piece.0 != rows {
+            self.piece = (rows, self.model.reading(rows));
+        }
+        let alone: [Arc<dyn Group<HostBuf<T>>>; 1] = [Arc::new(Alone)];
+        let ctx = Ctx {
+            kernels: &self.kernels,
+            groups: &alone,
+            params: Some(&self.params),
+            microbatch: Microbatch { id: MicrobatchId(0), step: 0, first_sample: 0, batch_samples: 1 },
+            first_sample: 0,
+            seed: 0,
+            mode: Mode::Evaluate,
+            cache: Some(&self.cache),
+        };
+        let mut flow = Flow::default();
+        flow.put("tokens", Value::Ids(tokens.to_vec()));
+        for unit in if rows == 1 { &self.one } else { &self.piece.1 } {
+            unit.forward(&ctx, &mut flow).expect("one rank asks nobody");
+        }
+        self.cache.borrow_mut().rows += rows;
         self.tokens.extend_from_slice(tokens);
-        for layer in 0..self.config.layers {
-            let name = |part: &str| format!("h.{layer}.{part}");
-            let branch = self.attention(layer, rows, &h, &name);
-            self.kernels.add(&branch, (&mut h).into());
-            let branch = self.feed_forward(rows, &h, &name);
-            self.kernels.add(&branch, (&mut h).into());
-        }
-        let mut last = self.kernels.buffer(width);
-        let from = BufSlice { buf: &h, start: (rows - 1) * width };
-        self.kernels.copy(from, (&mut last).into(), width);
-        last
-    }
-
-    fn attention(
-        &mut self,
-        layer: usize,
-        rows: usize,
-        h: &HostBuf<T>,
-        name: &dyn Fn(&str) -> String,
-    ) -> HostBuf<T> {
-        let GptConfig { width, heads, .. } = self.config;
-        let x = self.norm(rows, h, &name("ln_1"));
-        let projected = self.linear(rows, (width, 3 * width), &x, &name("attn.c_attn"));
-        let (mut q, before) = (self.kernels.buffer(rows * width), self.tokens.len() - rows);
-        for row in 0..rows {
-            let at = |start| BufSlice { buf: &projected, start };
-            self.kernels.copy(at(3 * row * width), PartMut { buf: &mut q, start: row * width }, width);
-            let kept = PartMut { buf: &mut self.cache[layer], start: (before + row) * 2 * width };
-            self.kernels.copy(at((3 * row + 1) * width), kept, 2 * width);
-        }
-        let size = Attention {
-            samples: 1,
-            heads,
-            kv_heads: heads,
-            head_dim: width / heads,
-            queries: rows,
-            keys: self.tokens.len(),
-            causal: rows > 1,
-            dropout: None,
-        };
-        let (mut y, mut lse) = (self.kernels.buffer(rows * width), self.kernels.buffer(rows * heads));
-        self.kernels.attention(&size, Projected::Apart { q: &q, kv: &self.cache[layer] }, &mut y, &mut lse);
-        self.linear(rows, (width, width), &y, &name("attn.c_proj"))
-    }
-
-    fn feed_forward(&self, rows: usize, h: &HostBuf<T>, name: &dyn Fn(&str) -> String) -> HostBuf<T> {
-        let GptConfig { width, hidden, .. } = self.config;
-        let x = self.norm(rows, h, &name("ln_2"));
-        let up = self.linear(rows, (width, hidden), &x, &name("mlp.c_fc"));
-        let mut active = self.kernels.buffer(rows * hidden);
-        self.kernels.activate(Activation::Gelu, &up, &mut active);
-        self.linear(rows, (hidden, width), &active, &name("mlp.c_proj"))
-    }
-
-    fn logits(&self, last: &HostBuf<T>) -> Vec<f64> {
-        let GptConfig { width, vocab, tied, .. } = self.config;
-        let x = self.norm(1, last, "ln_f");
-        let table = self.weight(if tied { "wte.weight" } else { "lm_head.weight" });
-        let mut logits = self.kernels.buffer(vocab);
-        let gemm = Gemm::new(1, vocab, width).b_transposed();
-        self.kernels.gemm(gemm, (&x).into(), table, None, (&mut logits).into());
-        self.kernels.download(&logits).into_iter().map(T::to_f64).collect()
-    }
-
-    fn norm(&self, rows: usize, x: &HostBuf<T>, name: &str) -> HostBuf<T> {
-        let size = Rows { rows, cols: self.config.width };
-        let (mut y, mut stats) = (self.kernels.buffer(size.len()), self.kernels.buffer(2 * rows));
-        let weights = NormWeights {
-            gamma: self.weight(&format!("{name}.weight")),
-            beta: self.weight(&format!("{name}.bias")),
-            epsilon: self.config.epsilon,
-        };
-        self.kernels.layer_norm(size, x, weights, Normed { y: &mut y, stats: &mut stats });
-        y
-    }
-
-    fn linear(&self, rows: usize, (ins, outs): (usize, usize), x: &HostBuf<T>, name: &str) -> HostBuf<T> {
-        let mut y = self.kernels.buffer(rows * outs);
-        let (weight, bias) = (self.weight(&format!("{name}.weight")), self.weight(&format!("{name}.bias")));
-        self.kernels.gemm(Gemm::new(rows, outs, ins), x.into(), weight, Some(bias), (&mut y).into());
-        y
+        let logits = self.kernels.download(&flow.take_real("logits"));
+        logits[(rows - 1) * self.config().vocab..].iter().map(|x| x.to_f64()).collect()
     }
 }
 

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use crossmesh_core::id::Rank;
 use crossmesh_train::chain::{Chain, Setup};
-use crossmesh_train::checkpoint::{Checkpoint, Facts, Moments, Sharding, Snapshot, StageState, Store, gpt2};
+use crossmesh_train::checkpoint::{Checkpoint, Facts, Moments, Sharding, Snapshot, StageState, Store, hf};
 use crossmesh_train::generate::{Generator, Sampling};
 use crossmesh_train::group::Alone;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::kernels::random::Stream;
-use crossmesh_train::models::gpt::{Gpt, GptConfig};
+use crossmesh_train::models::gpt::{Family, Gpt, GptConfig};
 use crossmesh_train::stage::{Microbatch, MicrobatchId, Stage, Value};
 use crossmesh_train::stage_rank::StageRank;
 
@@ -30,8 +30,10 @@ impl Slow {
         let parameters = crossmesh_train::chain::parameters::<Cpu<f64>>(&model);
         let mut values = vec![0.0; parameters.last().unwrap().range.end];
         for p in &parameters {
-            let (stream, around) =
-                (Stream::named(5, &p.name), if p.name.contains("ln_") { 1.0 } else { 0.0 });
+            let (stream, around) = (
+                Stream::named(5, &p.name),
+                if p.name.contains("ln_") || p.name.contains("norm") { 1.0 } else { 0.0 },
+            );
             values[p.range.clone()]
                 .iter_mut()
                 .zip(0..)
@@ -49,7 +51,7 @@ impl Slow {
         let (parameters, values) = (&self.parameters, &self.values);
         let state = StageState { parameters, place: &place, values, moments, elsewhere: &[] };
         let snapshot = Snapshot::take(0, Rank(0), &[state]).unwrap();
-        let (model, run) = (gpt2::model_json(&self.config), serde_json::Value::Null);
+        let (model, run) = (hf::model_json(&self.config), serde_json::Value::Null);
         let facts = Facts { step: 0, samples: 0, seed: 1, model, run, optimizer: None };
         Checkpoint::open(&store.commit(&facts, &[store.write(snapshot).report()]).unwrap()).unwrap()
     }
@@ -70,11 +72,15 @@ impl Slow {
         let out = self.body.evaluate(microbatch, &params, vec![Value::Ids(ids)]).unwrap().remove(0);
         let Value::Real(h) = out else { panic!("a hidden state") };
         let row = &h[(tokens.len() - 1) * width..tokens.len() * width];
-        let mean = row.iter().sum::<f64>() / width as f64;
+        let llama = self.config.family != Family::Gpt2;
+        let mean = if llama { 0.0 } else { row.iter().sum::<f64>() / width as f64 };
         let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
-        let (gamma, beta) = (self.tensor("ln_f.weight"), self.tensor("ln_f.bias"));
+        let gamma = self.tensor(if llama { "model.norm.weight" } else { "ln_f.weight" });
+        let none = vec![0.0; width];
+        let beta = if llama { &none } else { self.tensor("ln_f.bias") };
         let normed = |i: usize| (row[i] - mean) / (variance + epsilon).sqrt() * gamma[i] + beta[i];
-        let table = self.tensor(if tied { "wte.weight" } else { "lm_head.weight" });
+        let tokens = if llama { "model.embed_tokens.weight" } else { "wte.weight" };
+        let table = self.tensor(if tied { tokens } else { "lm_head.weight" });
         (0..vocab).map(|v| (0..width).map(|i| normed(i) * table[v * width + i]).sum()).collect()
     }
 }
@@ -88,14 +94,22 @@ fn close(got: &[f64], wanted: &[f64], what: &str) {
 
 #[test]
 fn every_token_is_what_reading_everything_again_says() {
-    for (tied, heads, layers) in [(true, 5, 3), (false, 1, 2), (true, 4, 1)] {
-        let config = GptConfig { tied, hidden: 31, ..GptConfig::new(13, 9, 20, layers, heads) };
+    let gpt2 =
+        |tied, heads, layers| GptConfig { tied, hidden: 31, ..GptConfig::new(13, 9, 20, layers, heads) };
+    let llama = |tied, heads, layers| GptConfig {
+        tied,
+        ..GptConfig::llama((13, 9), 4 * heads, layers, (heads, heads / 2), 11)
+    };
+    let configs =
+        [gpt2(true, 5, 3), gpt2(false, 1, 2), gpt2(true, 4, 1), llama(false, 6, 2), llama(true, 2, 1)];
+    for config in configs {
         let mut slow = Slow::new(&config);
         let folder = tempfile::tempdir().unwrap();
         let checkpoint = slow.save(folder.path());
         for prompt in 1..=4 {
             let mut fast = Generator::<f64>::load(&checkpoint, 1).unwrap();
-            assert_eq!(fast.cache_elements(), 2 * layers * 20 * 9);
+            let columns = Gpt::new(config.clone()).unwrap().kv_width();
+            assert_eq!(fast.cache_elements(), 2 * config.layers * columns * 9);
             let mut tokens: Vec<i32> = (0..prompt).map(|i| (7 * i + prompt) % 13).collect();
             let mut logits = fast.next(&tokens);
             while tokens.len() < config.context {

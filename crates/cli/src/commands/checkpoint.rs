@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use crossmesh_core::units::Bytes;
-use crossmesh_train::checkpoint::{Checkpoint, Store, gpt2};
+use crossmesh_train::checkpoint::{Checkpoint, Store, hf};
 
 use crate::Answer;
 use crate::output::{self, count};
@@ -31,7 +31,7 @@ enum What {
     Import(ImportArgs),
 }
 
-/// Write a GPT as one file that Hugging Face transformers loads: model.safetensors and config.json.
+/// Write a GPT or a Llama as one file that Hugging Face transformers loads: model.safetensors and config.json.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh checkpoint export runs/gpt/checkpoints -o gpt2-format
@@ -45,7 +45,7 @@ struct ExportArgs {
     output: PathBuf,
 }
 
-/// Read a GPT-2 as Hugging Face transformers saves it, to train on from.
+/// Read a GPT-2 or a Llama as Hugging Face transformers saves it, to train on from.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "The number of heads is in the config.json beside the file; without one, give it.
 
@@ -105,7 +105,7 @@ pub fn find(path: &Path) -> Result<PathBuf> {
 
 fn export(args: &ExportArgs) -> Result<Answer> {
     let checkpoint = Checkpoint::open(&find(&args.checkpoint)?)?;
-    let exported = gpt2::export(&checkpoint, &args.output)?;
+    let exported = hf::export(&checkpoint, &args.output)?;
     let (bytes, tensors) = (Bytes(exported.bytes), count(exported.tensors, "tensor"));
     let (step, model, config) =
         (checkpoint.facts().step, exported.model.display(), exported.config.display());
@@ -116,8 +116,8 @@ fn export(args: &ExportArgs) -> Result<Answer> {
 fn import(args: &ImportArgs) -> Result<Answer> {
     let store = store(&args.output);
     let imported = match args.dtype {
-        Real::F32 => gpt2::import::<f32>(&args.file, args.heads, &store)?,
-        Real::F64 => gpt2::import::<f64>(&args.file, args.heads, &store)?,
+        Real::F32 => hf::import::<f32>(&args.file, args.heads, &store)?,
+        Real::F64 => hf::import::<f64>(&args.file, args.heads, &store)?,
     };
     let (tensors, path, c) = (count(imported.tensors, "tensor"), imported.path.display(), &imported.config);
     let tied = if c.tied { "tied" } else { "untied" };

@@ -1,4 +1,4 @@
-//! `crossmesh generate`: lets a GPT of a checkpoint go on with a text.
+//! `crossmesh generate`: lets a decoder of a checkpoint go on with a text.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ use crate::Answer;
 use crate::commands::checkpoint::find;
 use crate::output::{self, Format};
 
-/// Let a GPT of a checkpoint go on with a text.
+/// Let a model of a checkpoint go on with a text.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "A temperature of 0 takes the most likely token always; the same seed draws the same text. Behind the model's context, the newer half of what was

@@ -264,7 +264,7 @@ fn open_data(config: &Config) -> Result<Arc<dyn DataSet>> {
         DataKind::Images { waves, classes } => {
             let ModelKind::Unet(unet) = &config.model else {
                 return Err(config
-                    .error("data.kind", "a GPT has no use for images", "take language, text or tokens")
+                    .error("data.kind", "a decoder has no use for images", "take language, text or tokens")
                     .into());
             };
             let spec =

@@ -17,12 +17,11 @@ use crossmesh_comm::collectives::{CallError, Element, GroupId};
 use crossmesh_core::id::Rank;
 use crossmesh_train::checkpoint::{
     Checkpoint, CheckpointError, Convert, Draft, Facts, Moments, OptimizerFacts, Sharding, Snapshot,
-    StageState, StageTarget, Store, Writing,
+    StageState, StageTarget, Store, Writing, hf,
 };
 use crossmesh_train::config::AnyModel;
 use crossmesh_train::job::Job;
 use crossmesh_train::kernels::scalar::Scalar;
-use crossmesh_train::models::gpt::Family;
 use crossmesh_train::optim::OptimizerConfig;
 use crossmesh_train::runtime::{TrainError, Trainer};
 use crossmesh_train::stage_rank::StageRank;
@@ -340,22 +339,7 @@ fn facts<T: Scalar + Element>(training: &Training, trainer: &mut Trainer<T>) -> 
 /// The model's sizes, under the names that a config has for them.
 pub fn model_facts(model: &AnyModel) -> serde_json::Value {
     match model {
-        AnyModel::Gpt(gpt) => {
-            let c = gpt.config();
-            let mut facts = serde_json::json!({
-                "kind": "gpt", "vocab": c.vocab, "context": c.context, "width": c.width, "layers": c.layers,
-                "heads": c.heads, "hidden": c.hidden, "tied": c.tied, "dropout": c.dropout, "epsilon": c.epsilon,
-            });
-            if let Family::Llama { kv_heads, rotary } = &c.family {
-                facts["kind"] = "llama".into();
-                facts["kv_heads"] = (*kv_heads).into();
-                facts["rope_theta"] = rotary.theta.into();
-                if let Some(s) = rotary.scaling {
-                    facts["rope_scaling"] = serde_json::json!([s.factor, s.low, s.high, s.old_context]);
-                }
-            }
-            facts
-        }
+        AnyModel::Gpt(gpt) => hf::model_json(gpt.config()),
         AnyModel::Unet(unet) => {
             let c = unet.config();
             serde_json::json!({

@@ -30,7 +30,7 @@ pub struct Facts {
     /// Samples seen: where the data goes on.
     pub samples: u64,
     pub seed: u64,
-    /// The model's sizes, for whoever makes it again; see [`super::gpt2::model_json`] for a GPT.
+    /// The model's sizes, for whoever makes it again; see [`super::hf::model_json`] for a decoder.
     pub model: Value,
     /// Whatever else the run wants to find again.
     pub run: Value,

@@ -28,15 +28,15 @@
 //! let restored = checkpoint.load(&mut [StageTarget { .. }], Convert::No)?;    checks hashes, reads the boxes it needs
 //! ```
 //!
-//! [`gpt2`] speaks to other programs: one file as Hugging Face transformers has it. docs/checkpoint-format.md has the format.
+//! [`hf`] speaks to other programs: one file as Hugging Face transformers has it. docs/checkpoint-format.md has the format.
 
 #[cfg(not(target_endian = "little"))]
 compile_error!("safetensors are little-endian, and numbers are written as they lie in memory");
 
 mod boxes;
 mod error;
-pub mod gpt2;
 mod hash;
+pub mod hf;
 mod load;
 mod manifest;
 mod owned;

@@ -25,7 +25,7 @@ mod unit;
 mod tests;
 
 pub use build::{Builder, Team, TeamAxis};
-pub use op::{Cost, Ctx, Mode, Site};
+pub use op::{Cache, Cost, Ctx, Mode, Site};
 pub use unit::{Elements, Frame, Item, Remembered, Unit};
 
 /// How a value lies over the ranks of one axis.

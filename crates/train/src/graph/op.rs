@@ -1,5 +1,6 @@
 //! What an op is: a step of a model that knows its forward pass and its gradients, and what they read.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 
 use crate::group::Group;
@@ -28,6 +29,17 @@ pub struct Ctx<'a, K: Kernels> {
     pub first_sample: u64,
     pub seed: u64,
     pub mode: Mode,
+    /// Where a sample is read a piece at a time: what its earlier rows left behind.
+    pub cache: Option<&'a RefCell<Cache<K::Buf>>>,
+}
+
+/// Keys and values of the rows of a sample that were read before.
+#[derive(Debug)]
+pub struct Cache<B> {
+    /// Of every layer that attends, with room for a whole context.
+    pub layers: Vec<[B; 2]>,
+    /// How many rows there are.
+    pub rows: usize,
 }
 
 impl<'a, K: Kernels> Ctx<'a, K> {
@@ -44,6 +56,11 @@ impl<'a, K: Kernels> Ctx<'a, K> {
         let stream = Stream::new(self.seed, self.microbatch.step, site.id);
         let row = self.first_sample * site.rows as u64 + row;
         self.dropping(site.rate).then_some(Dropout { rate: site.rate, stream, first: row * cols as u64 })
+    }
+
+    /// The place in its sample of the first row.
+    pub fn first_position(&self) -> usize {
+        self.cache.map_or(0, |cache| cache.borrow().rows)
     }
 
     pub fn dropping(&self, rate: f64) -> bool {

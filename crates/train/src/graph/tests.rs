@@ -248,6 +248,7 @@ impl Recipe {
                 let dropout = (40 + i as u32, 0.2);
                 let spec = AttentionSpec {
                     axis,
+                    layer: 0,
                     heads,
                     kv_heads: heads,
                     head_dim,
@@ -375,6 +376,7 @@ fn run_rank(
         first_sample: 0,
         seed: 9,
         mode: Mode::Train,
+        cache: None,
     };
     let width = recipe.width;
     let mut flow = Flow::default();

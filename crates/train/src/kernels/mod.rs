@@ -162,7 +162,7 @@ pub struct Attention {
     pub queries: usize,
     /// Keys of a sample.
     pub keys: usize,
-    /// Query `i` sees keys up to `i` only.
+    /// The last query sees all keys, and each one before it a key less.
     pub causal: bool,
     pub dropout: Option<AttentionDropout>,
 }
@@ -428,9 +428,9 @@ pub trait Kernels: Send + Sync + 'static {
         dx: ProjectedMut<'_, Self::Buf>,
     );
 
-    /// Rotates the columns of every head by its row's position in its sample: the first half with the second, as Hugging Face
+    /// Rotates the columns of every head by its row's position in its sample, `first` for the first row: the first half with the second, as Hugging Face
     /// transformers does; or back.
-    fn rotate(&self, rotary: &Rotary, size: Rows, back: bool, x: &mut Self::Buf);
+    fn rotate(&self, rotary: &Rotary, first: usize, size: Rows, back: bool, x: &mut Self::Buf);
 
     // Losses.
 

@@ -21,6 +21,8 @@ pub const TP: Axis = Axis(0);
 /// Attention to be declared.
 #[derive(Debug, Clone)]
 pub struct Attend<'a> {
+    /// Which of the model's attentions it is.
+    pub layer: usize,
     pub project: &'a str,
     pub out: &'a str,
     /// Attention to a context: what it is, the name of its map, its columns, and its rows a sample.
@@ -59,6 +61,7 @@ pub fn attend<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &Attend<'_>)
     };
     let mut sizes = AttentionSpec {
         axis: TP,
+        layer: spec.layer,
         heads: spec.heads,
         kv_heads: spec.heads,
         head_dim,

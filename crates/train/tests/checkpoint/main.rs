@@ -2,6 +2,6 @@
 
 mod crash;
 mod faults;
-mod gpt2;
+mod hf;
 mod layouts;
 mod world;

@@ -1,10 +1,12 @@
 //! Attention: heads are columns, so a rank has some of the heads, and none is ever split.
 
 use crate::graph::build::{Builder, Keep};
-use crate::graph::op::{Arg, Born, Cost, Ctx, Extra, Made, Needs, Op, Reads, Saved};
+use crate::graph::op::{Arg, Born, Cache, Cost, Ctx, Extra, Made, Needs, Op, Reads, Saved};
 use crate::graph::{Axis, Spread, Typed, Val};
 use crate::kernels::random::Stream;
-use crate::kernels::{Attention as Size, AttentionDropout, AttentionSaved, Kernels, Projected, ProjectedMut};
+use crate::kernels::{
+    Attention as Size, AttentionDropout, AttentionSaved, BufSlice, Kernels, PartMut, Projected, ProjectedMut,
+};
 use crate::stage::{StageError, Value};
 
 /// Sizes of all heads together.
@@ -12,6 +14,8 @@ use crate::stage::{StageError, Value};
 pub struct AttentionSpec {
     /// Along which heads are split.
     pub axis: Axis,
+    /// Which of the model's attentions it is, to find its keys and values of earlier rows.
+    pub layer: usize,
     pub heads: usize,
     /// Heads of keys and values; each is asked by as many heads of queries. They are what is shared out.
     pub kv_heads: usize,
@@ -91,6 +95,41 @@ impl Attention {
         self.samples * self.spec.queries
     }
 
+    /// Puts keys and values behind those of earlier rows; how many there are then.
+    fn remember<K: Kernels>(
+        &self,
+        ctx: &Ctx<'_, K>,
+        x: Projected<'_, K::Buf>,
+        cache: &mut Cache<K::Buf>,
+    ) -> usize {
+        let (cols, rows, before) = (self.kv_heads * self.spec.head_dim, self.rows(), cache.rows);
+        for (part, kept) in cache.layers[self.spec.layer].iter_mut().enumerate() {
+            // Where they lie: rows so far apart, from so far on.
+            let (from, apart, first) = match x {
+                Projected::Fused(x) => (x, 3 * cols, (1 + part) * cols),
+                Projected::Apart { kv, .. } => (kv, 2 * cols, part * cols),
+                Projected::Three { k, v, .. } => ([k, v][part], cols, 0),
+            };
+            for row in 0..rows {
+                let from = BufSlice { buf: from, start: row * apart + first };
+                ctx.kernels.copy(from, PartMut { buf: kept, start: (before + row) * cols }, cols);
+            }
+        }
+        before + rows
+    }
+
+    /// Queries alone, where they do not lie alone.
+    fn queries<K: Kernels>(&self, ctx: &Ctx<'_, K>, x: Projected<'_, K::Buf>) -> Option<K::Buf> {
+        let Projected::Fused(x) = x else { return None };
+        let cols = self.width();
+        let mut q = ctx.kernels.buffer(self.rows() * cols);
+        for row in 0..self.rows() {
+            let from = BufSlice { buf: x, start: row * 3 * cols };
+            ctx.kernels.copy(from, PartMut { buf: &mut q, start: row * cols }, cols);
+        }
+        Some(q)
+    }
+
     fn width(&self) -> usize {
         self.heads * self.spec.head_dim
     }
@@ -130,7 +169,17 @@ impl<K: Kernels> Op<K> for Attention {
     fn forward(&self, ctx: &Ctx<'_, K>, ins: Vec<Arg<'_, K::Buf>>) -> Result<Vec<Value<K::Buf>>, StageError> {
         let mut y = ctx.kernels.buffer(self.rows() * self.width());
         let mut lse = ctx.kernels.buffer(self.rows() * self.heads);
-        ctx.kernels.attention(&self.size(ctx), projected(&ins), &mut y, &mut lse);
+        match ctx.cache {
+            None => ctx.kernels.attention(&self.size(ctx), projected(&ins), &mut y, &mut lse),
+            Some(cache) => {
+                let keys = self.remember(ctx, projected(&ins), &mut cache.borrow_mut());
+                let q = self.queries(ctx, projected(&ins));
+                let q = q.as_ref().unwrap_or_else(|| ins[0].real());
+                let [k, v] = &cache.borrow().layers[self.spec.layer];
+                let size = Size { keys, ..self.size(ctx) };
+                ctx.kernels.attention(&size, Projected::Three { q, k, v }, &mut y, &mut lse);
+            }
+        }
         Ok(vec![Value::Real(y), Value::Real(lse)])
     }
 

@@ -88,8 +88,8 @@ impl<K: Kernels> Op<K> for Embed {
 }
 
 impl Positions {
-    fn ids(&self) -> Vec<i32> {
-        (0..self.rows).map(|row| (row % self.context) as i32).collect()
+    fn ids(&self, first: usize) -> Vec<i32> {
+        (first..first + self.rows).map(|row| (row % self.context) as i32).collect()
     }
 
     fn lookup<'a>(&self, ids: &'a [i32]) -> Lookup<'a> {
@@ -125,7 +125,12 @@ impl<K: Kernels> Op<K> for Positions {
     ) -> Result<Vec<Value<K::Buf>>, StageError> {
         let mut x = ins[0].take();
         if self.adds {
-            ctx.kernels.lookup(&self.lookup(&self.ids()), ctx.weight(self.table), true, &mut x);
+            ctx.kernels.lookup(
+                &self.lookup(&self.ids(ctx.first_position())),
+                ctx.weight(self.table),
+                true,
+                &mut x,
+            );
         }
         Ok(vec![Value::Real(x)])
     }
@@ -135,7 +140,7 @@ impl<K: Kernels> Op<K> for Positions {
     }
 
     fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut K::Buf) {
-        let ids = self.ids();
+        let ids = self.ids(0);
         let target = PartMut { buf: grads, start: self.table };
         kernels.lookup_grad(&self.lookup(&ids), saved.gradient.real(), target);
     }

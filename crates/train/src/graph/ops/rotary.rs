@@ -42,13 +42,13 @@ impl<K: Kernels> Op<K> for Turn {
         mut ins: Vec<Arg<'_, K::Buf>>,
     ) -> Result<Vec<Value<K::Buf>>, StageError> {
         let mut x = ins[0].take();
-        ctx.kernels.rotate(&self.rotary, self.size, false, &mut x);
+        ctx.kernels.rotate(&self.rotary, ctx.first_position(), self.size, false, &mut x);
         Ok(vec![Value::Real(x)])
     }
 
     fn backward(&self, ctx: &Ctx<'_, K>, mut saved: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {
         let mut d = saved.gradient.take();
-        ctx.kernels.rotate(&self.rotary, self.size, true, &mut d);
+        ctx.kernels.rotate(&self.rotary, 0, self.size, true, &mut d);
         Ok(Made::one(d))
     }
 }

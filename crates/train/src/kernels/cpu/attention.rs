@@ -219,13 +219,19 @@ impl<T: Scalar> Head<'_, T> {
         T::from_f64(1.0 / (self.size.head_dim as f64).sqrt())
     }
 
+    /// Keys before the first query's own.
+    fn earlier(&self) -> usize {
+        self.size.keys.saturating_sub(self.size.queries)
+    }
+
     /// Whether a query of the block sees a key of the block.
     fn sees(&self, queries: &Range<usize>, keys: &Range<usize>) -> bool {
-        !self.size.causal || keys.start < queries.end
+        !self.size.causal || keys.start < self.earlier() + queries.end
     }
 
     fn block(&self, queries: &Range<usize>, keys: &Range<usize>) -> Block {
-        Block { keys: keys.len(), causal: self.size.causal, query: queries.start, key: keys.start }
+        let query = self.earlier() + queries.start;
+        Block { keys: keys.len(), causal: self.size.causal, query, key: keys.start }
     }
 
     fn scores(&self, left: &[T], keys: &[T], seen: &Range<usize>, scores: &mut [T]) {

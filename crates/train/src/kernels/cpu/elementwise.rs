@@ -106,7 +106,7 @@ impl<T: Scalar> Cpu<T> {
         });
     }
 
-    pub(super) fn rotate_rows(&self, rotary: &Rotary, size: Rows, back: bool, x: &mut [T]) {
+    pub(super) fn rotate_rows(&self, rotary: &Rotary, first: usize, size: Rows, back: bool, x: &mut [T]) {
         let Rotary { head_dim, positions, cosines, sines } = rotary;
         assert_eq!(x.len(), size.len());
         if size.is_empty() {
@@ -118,7 +118,7 @@ impl<T: Scalar> Cpu<T> {
         self.threads.each(x.chunks_mut(rows * size.cols).enumerate(), |(i, x)| {
             let mut turns = vec![[T::ZERO; 2]; half];
             for (r, row) in x.chunks_exact_mut(size.cols).enumerate() {
-                let at = (i * rows + r) % positions * half;
+                let at = (first + i * rows + r) % positions * half;
                 let of_row = cosines[at..][..half].iter().zip(&sines[at..][..half]);
                 for (turn, (&cos, &sin)) in turns.iter_mut().zip(of_row) {
                     *turn = [T::from_f64(cos), T::from_f64(sign * sin)];

@@ -256,8 +256,8 @@ impl<T: Scalar> Kernels for Cpu<T> {
         self.attend_grad(size, x, saved, dy, dx);
     }
 
-    fn rotate(&self, rotary: &Rotary, size: Rows, back: bool, x: &mut HostBuf<T>) {
-        self.rotate_rows(rotary, size, back, x);
+    fn rotate(&self, rotary: &Rotary, first: usize, size: Rows, back: bool, x: &mut HostBuf<T>) {
+        self.rotate_rows(rotary, first, size, back, x);
     }
 
     fn row_max(&self, size: Rows, x: &HostBuf<T>, max: &mut HostBuf<T>) {

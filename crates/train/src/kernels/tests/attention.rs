@@ -52,7 +52,7 @@ fn naive(size: &Attention, x: &Inputs, dy: &[f64]) -> Naive {
         let q_at = ((s * size.queries + i) * heads + h) * d;
         let asked = h / (heads / size.kv_heads);
         let k_at = |j: usize| ((s * size.keys + j) * size.kv_heads + asked) * d;
-        let seen = if size.causal { (i + 1).min(size.keys) } else { size.keys };
+        let seen = if size.causal { size.keys + i + 1 - size.queries } else { size.keys };
         let scores: Vec<f64> =
             (0..seen).map(|j| scale * dot(&x.q[q_at..][..d], &x.k[k_at(j)..][..d])).collect();
         let max = scores.iter().copied().fold(f64::MIN, f64::max);
@@ -149,7 +149,11 @@ proptest! {
         queries in 1usize..110, causal: bool, drop: bool, lie in 0usize..3, keys in 1usize..300,
     ) {
         let lie = [Lie::Fused, Lie::Apart, Lie::Three][lie];
-        let keys = if lie == Lie::Fused || causal { queries } else { keys };
+        let keys = match (lie, causal) {
+            (Lie::Fused, _) => queries,
+            (_, true) => keys.max(queries),
+            (_, false) => keys,
+        };
         let heads = if lie == Lie::Fused { kv_heads } else { kv_heads * group };
         let dropout = dropout(drop);
         check(&Attention { samples, heads, kv_heads, head_dim, queries, keys, causal, dropout }, lie);

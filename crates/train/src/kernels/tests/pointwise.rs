@@ -187,15 +187,15 @@ fn rows_turn_by_their_position() {
     for (row, values) in wanted.chunks_exact_mut(size.cols).enumerate() {
         for head in values.chunks_exact_mut(head_dim) {
             for i in 0..head_dim / 2 {
-                let (sin, cos) = angle(row % positions, i).sin_cos();
+                let (sin, cos) = angle((2 + row) % positions, i).sin_cos();
                 let (a, b) = (head[i], head[i + head_dim / 2]);
                 (head[i], head[i + head_dim / 2]) = (a * cos - b * sin, b * cos + a * sin);
             }
         }
     }
     let mut turned = buf(&cpu, &x);
-    cpu.rotate(&rotary, size, false, &mut turned);
+    cpu.rotate(&rotary, 2, size, false, &mut turned);
     assert_close(&turned, &wanted, 1e-12);
-    cpu.rotate(&rotary, size, true, &mut turned);
+    cpu.rotate(&rotary, 2, size, true, &mut turned);
     assert_close(&turned, &x, 1e-12);
 }

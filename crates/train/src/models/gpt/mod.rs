@@ -165,6 +165,31 @@ impl Gpt {
         Ok(blocks.iter().enumerate().map(stage).collect())
     }
 
+    /// The units that read `rows` rows of one sample, on one rank, and say what may come next.
+    pub fn reading<K: Kernels>(&self, rows: usize) -> Vec<Unit<K>> {
+        let setup = Setup::alone(1, 0);
+        let mut parameters = Parameters::new::<K::Real>(&setup.place);
+        let last = self.config.layers + 1;
+        let mut unit = |unit: usize| {
+            let units = Units::reading(&self.config, rows, Builder::new(setup.team(), &mut parameters));
+            let graph = match unit {
+                0 => units.embed(),
+                unit if unit < last => units.block(unit - 1),
+                _ => units.talking_head(),
+            };
+            Unit::new(graph, setup.recompute)
+        };
+        (0..=last).map(&mut unit).collect()
+    }
+
+    /// Columns of keys, and of values, of a layer.
+    pub fn kv_width(&self) -> usize {
+        match self.config.family {
+            Family::Gpt2 => self.config.width,
+            Family::Llama { kv_heads, .. } => kv_heads * (self.config.width / self.config.heads),
+        }
+    }
+
     fn hidden_state(&self) -> Tensor {
         let shape = Shape::Rows { rows: self.config.context, cols: self.config.width };
         Tensor { name: "h".into(), shape, role: Role::Activation }

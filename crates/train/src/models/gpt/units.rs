@@ -20,6 +20,8 @@ pub(super) struct Units<'a, 's, 'p, K: Kernels> {
     /// Rows of this rank's samples, and how they lie between branches.
     pub rows: usize,
     pub trunk: Lie,
+    /// Rows of a sample that are looked at together: all of them, unless it is read a piece at a time.
+    pub queries: usize,
 }
 
 impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
@@ -27,7 +29,13 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
         let rows = setup.own_samples().len() * config.context;
         let whole = b.team.whole();
         let trunk = if setup.sequence_parallel { whole.along(TP, Spread::Rows) } else { whole };
-        Self { config, b, rows, trunk }
+        Self { config, b, rows, trunk, queries: config.context }
+    }
+
+    /// To read so many rows of one sample, behind others or not.
+    pub fn reading(config: &'a GptConfig, rows: usize, b: Builder<'s, 'p, K>) -> Self {
+        let trunk = b.team.whole();
+        Self { config, b, rows, trunk, queries: rows }
     }
 
     /// Tokens and positions, looked up. The table of tokens is split over the vocabulary.
@@ -68,11 +76,12 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
         let (q, k) = (self.b.rotate(q, &turns), self.b.rotate(k, &turns));
         let attention = AttentionSpec {
             axis: TP,
+            layer,
             heads: config.heads,
             kv_heads,
             head_dim,
-            queries: config.context,
-            keys: config.context,
+            queries: self.queries,
+            keys: self.queries,
             causal: true,
             dropout: (site, config.dropout),
         };
@@ -114,12 +123,13 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
         let x = self.trunk("h");
         let normed = self.norm(x, &name("ln_1"));
         let attention = Attend {
+            layer,
             project: &name("attn.c_attn"),
             out: &name("attn.c_proj"),
             context: None,
             width: config.width,
             heads: config.heads,
-            queries: config.context,
+            queries: self.queries,
             causal: true,
             dropout: (site, config.dropout),
             bias: true,
@@ -144,17 +154,29 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
         self.b
     }
 
-    /// The last norm, logits over the vocabulary, and their cross-entropy.
+    /// Logits over the vocabulary, and their cross-entropy.
     pub fn head(mut self) -> Builder<'s, 'p, K> {
-        let x = self.trunk("h");
+        let logits = self.logits();
         let targets = self.b.ids("targets", self.rows);
-        let Names { table: tokens, norm } = self.names();
-        let normed = self.norm(x, norm);
-        let name = if self.config.tied { tokens } else { "lm_head.weight" };
-        let logits = self.b.times_table(normed, &table(self.config, name));
         let loss = self.b.cross_entropy(logits, targets, self.config.vocab, self.config.context);
         self.b.give("loss", loss);
         self.b
+    }
+
+    /// Logits alone.
+    pub fn talking_head(mut self) -> Builder<'s, 'p, K> {
+        let logits = self.logits();
+        self.b.give("logits", logits);
+        self.b
+    }
+
+    /// The last norm, and a product with the table.
+    fn logits(&mut self) -> Val {
+        let x = self.trunk("h");
+        let Names { table: tokens, norm } = self.names();
+        let normed = self.norm(x, norm);
+        let name = if self.config.tied { tokens } else { "lm_head.weight" };
+        self.b.times_table(normed, &table(self.config, name))
     }
 
     fn trunk(&mut self, name: &str) -> Val {

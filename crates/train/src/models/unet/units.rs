@@ -185,6 +185,7 @@ impl<'s, 'p, K: Kernels> Units<'_, 's, 'p, K> {
         let normed = self.group_norm(x, &name("norm"), channels);
         let h = self.map(normed, &name("proj_in"), channels, channels);
         let attention = Attend {
+            layer: 0,
             project: &name("attn1.to_qkv"),
             out: &name("attn1.to_out"),
             context: None,

@@ -14,11 +14,11 @@ use super::super::state::Convert;
 use super::super::store::write_synced;
 use super::super::tensor_file::header_bytes;
 use super::super::write::sync_folder;
-use super::{foreign, gpt_config};
+use super::{decoder_config, foreign};
 use crate::chain::parameters;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::scalar::Scalar;
-use crate::models::gpt::{Gpt, GptConfig};
+use crate::models::gpt::{Family, Gpt, GptConfig};
 use crate::parameter::Parameter;
 
 /// What was written.
@@ -30,7 +30,7 @@ pub struct Exported {
     pub bytes: u64,
 }
 
-/// Writes a checkpoint of a GPT into a folder, as transformers' `GPT2LMHeadModel` loads it. Numbers stay as wide as they are.
+/// Writes a checkpoint of a decoder into a folder, as transformers' `GPT2LMHeadModel` or `LlamaForCausalLM` loads it. Numbers stay as wide as they are.
 pub fn export(checkpoint: &Checkpoint, folder: &Path) -> Result<Exported, CheckpointError> {
     match checkpoint.dtype() {
         DType::F64 => export_as::<f64>(checkpoint, folder),
@@ -39,7 +39,7 @@ pub fn export(checkpoint: &Checkpoint, folder: &Path) -> Result<Exported, Checkp
 }
 
 fn export_as<T: Scalar>(checkpoint: &Checkpoint, folder: &Path) -> Result<Exported, CheckpointError> {
-    let config = gpt_config(checkpoint)?;
+    let config = decoder_config(checkpoint)?;
     let wrong = |what: String| CheckpointError::Model { path: checkpoint.folder().to_path_buf(), what };
     let model = Gpt::new(config.clone()).map_err(|e| wrong(e.to_string()))?;
     let parameters = parameters::<Cpu<T>>(&model);
@@ -88,6 +88,42 @@ fn write_tensors<T: Scalar>(
 /// What transformers calls the sizes.
 fn foreign_config<T: Scalar>(config: &GptConfig) -> Value {
     let dtype = if T::DTYPE == DType::F64 { "float64" } else { "float32" };
+    if let Family::Llama { kv_heads, rotary } = &config.family {
+        let mut rope = json!({ "rope_type": "default", "rope_theta": rotary.theta });
+        if let Some(s) = rotary.scaling {
+            rope["rope_type"] = json!("llama3");
+            rope["factor"] = json!(s.factor);
+            rope["low_freq_factor"] = json!(s.low);
+            rope["high_freq_factor"] = json!(s.high);
+            rope["original_max_position_embeddings"] = json!(s.old_context as u64);
+        }
+        return json!({
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": config.vocab,
+            "max_position_embeddings": config.context,
+            "hidden_size": config.width,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": config.width / config.heads,
+            "intermediate_size": config.hidden,
+            "hidden_act": "silu",
+            "attention_bias": false,
+            "mlp_bias": false,
+            "attention_dropout": config.dropout,
+            "rms_norm_eps": config.epsilon,
+            // Where transformers looks since version 5, and where it looked before.
+            "rope_parameters": rope,
+            "rope_theta": rotary.theta,
+            "rope_scaling": if rotary.scaling.is_some() { rope.clone() } else { Value::Null },
+            "tie_word_embeddings": config.tied,
+            "bos_token_id": null,
+            "eos_token_id": null,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+        });
+    }
     json!({
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -7,11 +7,12 @@ use crossmesh_core::id::Rank;
 use crossmesh_core::mesh::Mesh;
 use crossmesh_train::chain::{Chain, Setup};
 use crossmesh_train::checkpoint::{
-    Checkpoint, Convert, Facts, Moments, Sharding, Snapshot, StageState, StageTarget, gpt2,
+    Checkpoint, Convert, Facts, Moments, Sharding, Snapshot, StageState, StageTarget, hf,
 };
 use crossmesh_train::group::in_process;
 use crossmesh_train::kernels::cpu::Cpu;
-use crossmesh_train::models::gpt::{Gpt, GptConfig};
+use crossmesh_train::models::gpt::rotary::{Llama3Scaling, RotaryConfig};
+use crossmesh_train::models::gpt::{Family, Gpt, GptConfig};
 use crossmesh_train::parameter::{Parameter, initial};
 use crossmesh_train::stage::Stage;
 use crossmesh_train::stage_rank::StageRank;
@@ -49,7 +50,7 @@ fn saved(config: &GptConfig, mesh: &str, folder: &Path) -> PathBuf {
         store.write(snapshot).report()
     };
     let reports: Vec<_> = (0..mesh.len()).map(report).collect();
-    let (model, run) = (gpt2::model_json(config), serde_json::Value::Null);
+    let (model, run) = (hf::model_json(config), serde_json::Value::Null);
     let facts = Facts { step: 9, samples: 1, seed: SEED, model, run, optimizer: None };
     store.commit(&facts, &reports).unwrap()
 }
@@ -71,18 +72,24 @@ fn start(config: &GptConfig) -> Vec<f32> {
 
 #[test]
 fn there_and_back() {
-    for tied in [true, false] {
-        let config = config(tied);
+    let scaling = Llama3Scaling { factor: 8.0, low: 1.0, high: 4.0, old_context: 16.0 };
+    let llama = |scaling| {
+        let rotary = RotaryConfig { theta: 5e3, scaling };
+        let family = Family::Llama { kv_heads: 3, rotary };
+        GptConfig { family, epsilon: 2e-5, ..GptConfig::llama((13, 7), 24, 2, (6, 3), 31) }
+    };
+    for config in [config(true), config(false), llama(None), GptConfig { tied: true, ..llama(Some(scaling)) }]
+    {
         let folder = tempfile::tempdir().unwrap();
         let path = saved(&config, "A{dp:2,tp:3}", &folder.path().join("a"));
-        let exported = gpt2::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out")).unwrap();
+        let exported = hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out")).unwrap();
         assert_eq!(std::fs::metadata(&exported.model).unwrap().len(), exported.bytes);
-        let back = gpt2::import::<f32>(&exported.model, None, &store(&folder.path().join("b"), 1)).unwrap();
+        let back = hf::import::<f32>(&exported.model, None, &store(&folder.path().join("b"), 1)).unwrap();
         assert_eq!(back.config, config);
         assert_eq!(loaded(&config, &back.path), start(&config));
-        assert_eq!(gpt2::gpt_config(&Checkpoint::open(&back.path).unwrap()).unwrap(), config);
+        assert_eq!(hf::decoder_config(&Checkpoint::open(&back.path).unwrap()).unwrap(), config);
         // Twice into one folder would put one of them aside.
-        let again = gpt2::import::<f32>(&exported.model, None, &store(&folder.path().join("b"), 1));
+        let again = hf::import::<f32>(&exported.model, None, &store(&folder.path().join("b"), 1));
         assert!(again.unwrap_err().to_string().contains("already"));
     }
 }
@@ -110,7 +117,7 @@ fn the_file_has_the_names_and_shapes_of_transformers() {
     let folder = tempfile::tempdir().unwrap();
     for tied in [true, false] {
         let path = saved(&config(tied), "A{tp:2}", &folder.path().join(format!("{tied}")));
-        let exported = gpt2::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out")).unwrap();
+        let exported = hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out")).unwrap();
         let bytes = std::fs::read(&exported.model).unwrap();
         let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
         assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
@@ -146,7 +153,7 @@ fn write(path: &Path, tensors: &BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>) 
 /// An exported model's tensors under the names of the first GPT-2 files, in another type.
 fn older(folder: &Path, dtype: Dtype) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     let path = saved(&config(true), "A{dp:1}", &folder.join("older"));
-    let exported = gpt2::export(&Checkpoint::open(&path).unwrap(), &folder.join("exported")).unwrap();
+    let exported = hf::export(&Checkpoint::open(&path).unwrap(), &folder.join("exported")).unwrap();
     let bytes = std::fs::read(exported.model).unwrap();
     let number = |b: &[u8; 4]| match dtype {
         Dtype::BF16 => half::bf16::from_f32(f32::from_le_bytes(*b)).to_le_bytes().to_vec(),
@@ -172,9 +179,9 @@ fn older_files_are_read() {
         let file = folder.path().join("pytorch.safetensors");
         write(&file, &older(folder.path(), dtype));
         let store = store(&folder.path().join("b"), 1);
-        let error = gpt2::import::<f32>(&file, None, &store).unwrap_err().to_string();
+        let error = hf::import::<f32>(&file, None, &store).unwrap_err().to_string();
         assert!(error.contains("nobody knows its heads"), "{error}");
-        let imported = gpt2::import::<f32>(&file, Some(5), &store).unwrap();
+        let imported = hf::import::<f32>(&file, Some(5), &store).unwrap();
         assert!(imported.config.tied);
         let values = loaded(&imported.config, &imported.path);
         for (a, b) in values.iter().zip(start(&config(true))) {
@@ -193,7 +200,7 @@ fn what_is_no_gpt2_is_refused_by_name() {
         let beside = folder.path().join("config.json");
         let _ = std::fs::remove_file(&beside);
         config.into_iter().for_each(|text| std::fs::write(&beside, text).unwrap());
-        let error = gpt2::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
+        let error = hf::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
         assert!(error.to_string().contains(word), "{error}");
     };
     let without =
@@ -225,7 +232,7 @@ fn what_is_no_gpt2_is_refused_by_name() {
     refused(&other, None, "`transformer.ln_f.bias` and `ln_f.bias` are two tensors of one name");
     let refused = |bytes: &[u8], word: &str| {
         std::fs::write(&file, bytes).unwrap();
-        let error = gpt2::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
+        let error = hf::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
         assert!(error.to_string().contains(word), "{error}");
     };
     refused(br#"{"metadata": {"total_size": 1}, "weight_map": {}}"#, "the index of a model in several files");
@@ -234,6 +241,6 @@ fn what_is_no_gpt2_is_refused_by_name() {
     let bytes = [&(twice.len() as u64).to_le_bytes()[..], twice.as_bytes(), &[0; 4]].concat();
     refused(&bytes, "two tensors are called `wte.weight`");
     std::fs::write(&file, b"\x80\x02}q\x00.....").unwrap();
-    let error = gpt2::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
+    let error = hf::import::<f32>(&file, Some(5), &store(&folder.path().join("b"), 1)).unwrap_err();
     assert!(error.to_string().contains("no safetensors file"), "{error}");
 }

@@ -15,11 +15,12 @@ use super::super::snapshot::Snapshot;
 use super::super::state::{Moments, Sharding, StageState};
 use super::super::store::Store;
 use super::super::tensor_file::{Entry, Header};
-use super::{HEAD, PREFIX, foreign, model_json};
+use super::{HEAD, LLAMA_TABLE, PREFIX, foreign, model_json};
 use crate::chain::parameters;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::scalar::Scalar;
-use crate::models::gpt::{Gpt, GptConfig};
+use crate::models::gpt::rotary::{Llama3Scaling, RotaryConfig};
+use crate::models::gpt::{Family, Gpt, GptConfig};
 use crate::parameter::Parameter;
 use crate::stage_rank::StageRank;
 
@@ -40,7 +41,7 @@ struct Foreign {
     config: Value,
 }
 
-/// Reads a GPT-2 as transformers saves it, with or without the prefix `transformer.`, and puts it into a store as numbers of type `T`. The number
+/// Reads a GPT-2 (with or without the prefix `transformer.`) or a Llama as transformers saves it, and puts it into a store as numbers of type `T`. The number
 /// of heads is in the `config.json` beside the file, or given.
 pub fn import<T: Scalar>(
     file: &Path,
@@ -53,7 +54,7 @@ pub fn import<T: Scalar>(
     }
     let foreign = Foreign::open(file)?;
     foreign.check_config()?;
-    let config = foreign.gpt_config(heads)?;
+    let config = foreign.config(heads)?;
     let model = Gpt::new(config.clone()).map_err(|e| foreign.wrong(e.to_string()))?;
     let parameters = parameters::<Cpu<T>>(&model);
     foreign.check_names(&parameters, config.tied)?;
@@ -101,26 +102,119 @@ impl Foreign {
         entries.get(name).or_else(|| entries.get(&format!("{PREFIX}{name}")))
     }
 
-    /// Refuses what looks like GPT-2 and computes something else.
+    fn is_llama(&self) -> bool {
+        self.header.entries.contains_key(LLAMA_TABLE)
+    }
+
+    /// Refuses what looks like GPT-2 or Llama and computes something else.
     fn check_config(&self) -> Result<(), CheckpointError> {
-        let allowed = [
+        let llama = [
+            ("model_type", vec![json!("llama")]),
+            ("hidden_act", vec![json!("silu")]),
+            ("attention_bias", vec![json!(false)]),
+            ("mlp_bias", vec![json!(false)]),
+        ];
+        let gpt2 = [
             ("model_type", vec![json!("gpt2")]),
             ("activation_function", vec![json!("gelu_new"), json!("gelu_pytorch_tanh")]),
             ("scale_attn_weights", vec![json!(true)]),
             ("scale_attn_by_inverse_layer_idx", vec![json!(false)]),
             ("add_cross_attention", vec![json!(false)]),
         ];
+        let allowed = if self.is_llama() { &llama[..] } else { &gpt2[..] };
         for (key, values) in allowed {
             if let Some(found) = self.config.get(key).filter(|v| !values.contains(v)) {
                 let config = self.path.with_file_name("config.json");
-                let what = format!("{key} is {found}, and our GPT has {}", values[0]);
+                let what = format!("{key} is {found}, and ours has {}", values[0]);
                 return Err(CheckpointError::Model { path: config, what });
             }
         }
         Ok(())
     }
 
-    fn gpt_config(&self, heads: Option<usize>) -> Result<GptConfig, CheckpointError> {
+    fn config(&self, heads: Option<usize>) -> Result<GptConfig, CheckpointError> {
+        if self.is_llama() { self.llama_config(heads) } else { self.gpt2_config(heads) }
+    }
+
+    fn llama_config(&self, heads: Option<usize>) -> Result<GptConfig, CheckpointError> {
+        let number = |key: &str| self.config.get(key).and_then(Value::as_f64);
+        let need = |key: &str| {
+            number(key).map(|n| n as usize).ok_or_else(|| {
+                self.wrong(format!(
+                    "the config.json beside it has no `{key}`\nhint: a Llama's tensors do not tell it"
+                ))
+            })
+        };
+        let Some(&[vocab, width]) = self.entry(LLAMA_TABLE).map(|e| &e.shape[..]) else {
+            return Err(self.wrong(format!("`{LLAMA_TABLE}` has not two dims")));
+        };
+        let rows = |name: &str| self.entry(name).and_then(|e| e.shape.first()).map_or(0, |&n| n as usize);
+        let hidden = rows("model.layers.0.mlp.gate_proj.weight");
+        let layer = |l: usize| self.entry(&format!("model.layers.{l}.input_layernorm.weight")).is_some();
+        let layers = (0..).take_while(|&l| layer(l)).count();
+        let heads = heads.map_or_else(|| need("num_attention_heads"), Ok)?;
+        let kv_heads = number("num_key_value_heads").map_or(heads, |n| n as usize);
+        self.agree(&[
+            ("vocab_size", vocab as usize),
+            ("hidden_size", width as usize),
+            ("num_hidden_layers", layers),
+            ("intermediate_size", hidden),
+            ("head_dim", width as usize / heads.max(1)),
+        ])?;
+        let context = need("max_position_embeddings")?;
+        let sizes =
+            GptConfig::llama((vocab as usize, context), width as usize, layers, (heads, kv_heads), hidden);
+        Ok(GptConfig {
+            tied: self.tied(),
+            dropout: number("attention_dropout").unwrap_or(sizes.dropout),
+            epsilon: number("rms_norm_eps").unwrap_or(sizes.epsilon),
+            family: Family::Llama { kv_heads, rotary: self.rotary()? },
+            ..sizes
+        })
+    }
+
+    /// Since version 5 transformers keeps all of it under `rope_parameters`.
+    fn rotary(&self) -> Result<RotaryConfig, CheckpointError> {
+        let of = |key: &str| self.config.get(key).filter(|v| !v.is_null());
+        let rope = of("rope_parameters").or(of("rope_scaling"));
+        let number = |key: &str| rope.and_then(|r| r.get(key)).and_then(Value::as_f64);
+        let theta = number("rope_theta").or(of("rope_theta").and_then(Value::as_f64));
+        let kind = rope.and_then(|r| r.get("rope_type").or(r.get("type"))).and_then(Value::as_str);
+        let scaling = match kind.unwrap_or("default") {
+            "default" => None,
+            "llama3" => {
+                let keys =
+                    ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
+                let [Some(factor), Some(low), Some(high), Some(old_context)] = keys.map(number) else {
+                    return Err(
+                        self.wrong(format!("rotary scaling `llama3` lacks one of {}", keys.join(", ")))
+                    );
+                };
+                Some(Llama3Scaling { factor, low, high, old_context })
+            }
+            other => {
+                let what =
+                    format!("rotary scaling `{other}` is unknown\nhint: `default` and `llama3` are known");
+                return Err(self.wrong(what));
+            }
+        };
+        Ok(RotaryConfig { theta: theta.unwrap_or(RotaryConfig::default().theta), scaling })
+    }
+
+    /// Refuses a config.json that says otherwise than the tensors.
+    fn agree(&self, sizes: &[(&str, usize)]) -> Result<(), CheckpointError> {
+        let number = |key: &str| self.config.get(key).and_then(Value::as_f64);
+        for &(key, found) in sizes {
+            if let Some(said) = number(key).filter(|said| *said != found as f64) {
+                return Err(self.wrong(format!(
+                    "its tensors have {key} {found}, and the config.json beside it says {said}\nhint: they are not of one model, or the file is cut short"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn gpt2_config(&self, heads: Option<usize>) -> Result<GptConfig, CheckpointError> {
         let dims = |name: &str| match self.entry(name).map(|e| &e.shape[..]) {
             Some(&[rows, cols]) => Ok((rows as usize, cols as usize)),
             Some(other) => Err(self.wrong(format!("`{name}` has the dims {other:?}, not two"))),
@@ -130,21 +224,14 @@ impl Foreign {
         let layers = (0..).take_while(|l| self.entry(&format!("h.{l}.ln_1.weight")).is_some()).count();
         let number = |key: &str| self.config.get(key).and_then(Value::as_f64);
         let hidden = dims("h.0.mlp.c_fc.weight")?.1;
-        let sizes = [
+        // `n_inner` is null where it is four times the width.
+        self.agree(&[
             ("vocab_size", vocab),
             ("n_positions", context),
             ("n_embd", width),
             ("n_layer", layers),
             ("n_inner", hidden),
-        ];
-        for (key, found) in sizes {
-            // `n_inner` is null where it is four times the width.
-            if let Some(said) = number(key).filter(|said| *said != found as f64) {
-                return Err(self.wrong(format!(
-                    "its tensors have {key} {found}, and the config.json beside it says {said}\nhint: they are not of one model, or the file is cut short"
-                )));
-            }
-        }
+        ])?;
         let heads = heads.or(number("n_head").map(|n| n as usize)).ok_or_else(|| {
             self.wrong(
                 "there is no config.json beside it, so nobody knows its heads\nhint: give their number",
@@ -176,10 +263,13 @@ impl Foreign {
                 )));
             }
             // Masks that older files carry along; a head that is the table of tokens again.
-            let of_no_use = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
+            let of_no_use = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"]
+                .iter()
+                .any(|end| name.ends_with(end));
             let known = parameters.iter().any(|p| p.name == name) || (tied && name == HEAD);
             if !known && !of_no_use {
-                return Err(self.wrong(format!("`{key}` is no tensor of a GPT-2")));
+                let what = if self.is_llama() { "Llama" } else { "GPT-2" };
+                return Err(self.wrong(format!("`{key}` is no tensor of a {what}")));
             }
         }
         Ok(())
