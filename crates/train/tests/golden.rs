@@ -1,4 +1,6 @@
-//! What units hold between passes: the numbers that were once written down by hand for every layer, kept in `golden/held.txt`. All 624 lines were equal but for 24: the middle of a U-Transformer held its time embedding twice, and holds it once.
+//! What units hold between passes: the numbers that were once written down by hand for every layer, kept in
+//! `golden/held.txt`. All 624 lines were equal but for 24: the middle of a U-Transformer held its time embedding twice, and holds it
+//! once.
 
 use crossmesh_train::chain::{Model, Outline, Setup};
 use crossmesh_train::kernels::cpu::Cpu;
@@ -7,6 +9,8 @@ use crossmesh_train::models::unet::{Unet, UnetConfig};
 use crossmesh_train::stage::Recompute;
 use crossmesh_train::stage_rank::StageRank;
 
+type AnyModel = Box<dyn Model<Cpu<f64>>>;
+
 /// A line for every unit of every model in every setup.
 fn held() -> String {
     let gpt = |dropout, tied| GptConfig { dropout, tied, hidden: 40, ..GptConfig::new(37, 9, 24, 2, 4) };
@@ -14,7 +18,7 @@ fn held() -> String {
         UnetConfig { groups: 4, heads: 4, context_rows: 5, context_width: 6, ..UnetConfig::new(16, 8) };
     let uneven =
         UnetConfig { multipliers: vec![1, 3], attention: vec![false, true], blocks: 2, ..small.clone() };
-    let models: [(&str, bool, Box<dyn Model<Cpu<f64>>>); 4] = [
+    let models: [(&str, bool, AnyModel); 4] = [
         ("gpt tied", true, Box::new(Gpt::new(gpt(0.0, true)).unwrap())),
         ("gpt dropping", true, Box::new(Gpt::new(gpt(0.1, false)).unwrap())),
         ("unet", false, Box::new(Unet::new(small).unwrap())),

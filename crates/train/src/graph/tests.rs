@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crossmesh_core::mesh::Mesh;
+use crossmesh_testkit::sweep;
 
 use super::ops::attention::AttentionSpec;
 use super::ops::linear::{LinearSpec, Parallel, TableSpec};
@@ -18,6 +19,7 @@ use crate::stage::{Microbatch, MicrobatchId, Recompute, Value};
 use crate::stage_rank::StageRank;
 
 type Buf = HostBuf<f64>;
+type Members = Vec<Arc<dyn Group<Buf>>>;
 
 /// Random numbers that follow from a seed.
 struct Draws(u64);
@@ -325,7 +327,7 @@ fn team(recipe: &Recipe, place: &StageRank) -> Team {
 /// Runs a recipe on a mesh of these lengths, a thread a rank.
 fn run(recipe: &Recipe, axes: &[usize], data: &Data, bump: Option<(&str, usize, f64)>) -> Vec<Found> {
     let mesh = mesh(axes);
-    let mut groups: BTreeMap<(usize, Vec<u32>), Vec<Arc<dyn Group<Buf>>>> = BTreeMap::new();
+    let mut groups: BTreeMap<(usize, Vec<u32>), Members> = BTreeMap::new();
     let mut ranks = vec![];
     for position in 0..mesh.len() {
         let place = StageRank::over(mesh.clone(), position).unwrap();
@@ -454,13 +456,9 @@ fn equals_one_rank(recipe: &Recipe, data: &Data) -> Result<(), String> {
     Ok(())
 }
 
-fn sweep() -> u64 {
-    std::env::var("CROSSMESH_SWEEP").ok().and_then(|n| n.parse().ok()).unwrap_or(200)
-}
-
 #[test]
 fn random_graphs_equal_one_rank() {
-    for seed in 0..sweep() {
+    for seed in 0..sweep::count(200) as u64 {
         let recipe = recipe(seed);
         if let Err(why) = equals_one_rank(&recipe, &recipe.data(seed)) {
             panic!("seed {seed}: {why}\n{recipe:?}");
@@ -499,7 +497,7 @@ fn no_other_rule_for_gradients_of_reshards_is_right() {
 #[test]
 fn gradients_are_derivatives() {
     let mut compared = 0;
-    for seed in 0..sweep() / 4 {
+    for seed in 0..sweep::count(200) as u64 / 4 {
         let recipe = recipe(seed);
         let data = recipe.data(seed);
         let ones = vec![1; recipe.axes.len()];
