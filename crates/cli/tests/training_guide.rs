@@ -20,7 +20,11 @@ fn scripts() -> Vec<String> {
 /// A shell that finds the binary.
 fn shell(script: &str, folder: &Path) -> Command {
     let program = PathBuf::from(binary().get_program());
-    let path = format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
+    let path = format!(
+        "{}:{}",
+        program.parent().unwrap().display(),
+        std::env::var_os("PATH").unwrap().to_string_lossy()
+    );
     let mut command = Command::new("sh");
     command.args(["-ec", script]).current_dir(folder).env("PATH", path);
     command
