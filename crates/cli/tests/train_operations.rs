@@ -257,3 +257,36 @@ fn the_end_of_documents_is_honoured_for_bytes() {
     let said = run.train(&["--print-config", "--set", "data.end=</s>"]);
     assert!(refused(&said).contains("data.end: </s>: bytes have no such token"), "{}", said.stderr);
 }
+
+/// nanoGPT's and Megatron-LM's files, two of them by weight; and what is wrong with one is said.
+#[test]
+fn token_files_of_others_are_trained_on_by_weight() {
+    let run = Run::new();
+    let model = "[model]\ncontext = 8\nwidth = 16\nlayers = 1\nheads = 2\n[train]\nsteps = 3\n[data]\nkind = \"tokens\"\n";
+    let bytes = |of: &dyn Fn(u16) -> u16| (0..600).flat_map(|i| of(i).to_le_bytes()).collect::<Vec<u8>>();
+    run.scratch.file("a.bin", bytes(&|i| i % 7));
+    run.scratch.file("b.bin", bytes(&|i| i % 11));
+    let mut index = b"MMIDIDX\0\0".to_vec();
+    index.extend(
+        [&1u64.to_le_bytes()[..], &[8], &1u64.to_le_bytes(), &2u64.to_le_bytes(), &600u32.to_le_bytes()]
+            .concat(),
+    );
+    index.extend([0u64, 0, 1].map(u64::to_le_bytes).concat());
+    run.scratch.file("b.idx", &index);
+    run.scratch.file("tiny.toml", format!("{model}path = [\"a.bin\", \"b\"]\n"));
+    assert!(
+        refused(&run.train(&[])).contains("data.path: these are 2 token files, and nobody says how often")
+    );
+    run.scratch.file("tiny.toml", format!("{model}path = [\"a.bin\", \"b\"]\nweights = [3, 1]\n"));
+    let said = run.train(&[]);
+    trained(&said);
+    assert!(said.stderr.contains("3 of 4 from a.bin, 1 of 4 from b.bin"), "{}", said.stderr);
+    let config = std::fs::read_to_string(run.scratch.path().join("runs/tiny/config.toml")).unwrap();
+    assert!(config.contains("vocab = 11\n"), "{config}");
+    run.scratch.file("b.idx", &index[..20]);
+    assert!(refused(&run.train(&["--dry-run"])).contains("b.idx is no token file: it does not start"));
+    assert!(
+        refused(&run.train(&["--dry-run", "--set", "data.weights=[1, 2, 3]"]))
+            .contains("these are 3 weights, and there are 2 files")
+    );
+}

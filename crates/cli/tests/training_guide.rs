@@ -21,7 +21,11 @@ fn scripts() -> Vec<String> {
 #[expect(clippy::disallowed_methods, reason = "a shell has a path")]
 fn shell(script: &str, folder: &Path) -> Command {
     let program = PathBuf::from(binary().get_program());
-    let path = format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
+    let path = format!(
+        "{}:{}",
+        program.parent().unwrap().display(),
+        std::env::var_os("PATH").unwrap().to_string_lossy()
+    );
     let mut command = Command::new("sh");
     command.args(["-ec", script]).current_dir(folder).env("PATH", path);
     command

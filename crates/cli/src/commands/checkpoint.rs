@@ -10,6 +10,7 @@ use crossmesh_train::checkpoint::{Checkpoint, Store, hf};
 
 use crate::Answer;
 use crate::output::{self, count};
+use crate::training::words::Words;
 
 mod show;
 
@@ -105,11 +106,25 @@ pub fn find(path: &Path) -> Result<PathBuf> {
 
 fn export(args: &ExportArgs) -> Result<Answer> {
     let checkpoint = Checkpoint::open(&find(&args.checkpoint)?)?;
-    let exported = hf::export(&checkpoint, &args.output)?;
+    // What nobody knows is left out: the file has no need of it.
+    let vocab = hf::decoder_config(&checkpoint)?.vocab;
+    let words = Words::of(&checkpoint, vocab).ok();
+    let exported = hf::export(&checkpoint, &args.output, words.as_ref().and_then(Words::end))?;
+    let tokenizer = match &words {
+        Some(Words::Text { file: Some(file), .. }) => {
+            let to = args.output.join("tokenizer.json");
+            std::fs::copy(file, &to)
+                .with_context(|| format!("cannot copy {} to {}", file.display(), to.display()))?;
+            format!("; its tokenizer in {}", to.display())
+        }
+        _ => String::new(),
+    };
     let (bytes, tensors) = (Bytes(exported.bytes), count(exported.tensors, "tensor"));
     let (step, model, config) =
         (checkpoint.facts().step, exported.model.display(), exported.config.display());
-    output::print(&format!("step {step}: {tensors}, {bytes} in {model}; its sizes in {config}\n"))?;
+    output::print(&format!(
+        "step {step}: {tensors}, {bytes} in {model}; its sizes in {config}{tokenizer}\n"
+    ))?;
     Ok(Answer::Yes)
 }
 

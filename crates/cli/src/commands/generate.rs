@@ -1,13 +1,10 @@
 //! `crossmesh generate`: lets a decoder of a checkpoint go on with a text.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use crossmesh_core::dtype::DType;
 use crossmesh_train::checkpoint::Checkpoint;
-use crossmesh_train::config::{Config, DataKind};
-use crossmesh_train::data::file::{Encoding, TokenFile};
-use crossmesh_train::data::text::{DocumentEnd, Encoder};
 use crossmesh_train::generate::{Generator, Sampling};
 use crossmesh_train::kernels::scalar::Scalar;
 use serde::Serialize;
@@ -15,6 +12,7 @@ use serde::Serialize;
 use crate::Answer;
 use crate::commands::checkpoint::find;
 use crate::output::{self, Format};
+use crate::training::words::Words;
 
 /// Let a model of a checkpoint go on with a text.
 #[derive(Debug, clap::Args)]
@@ -55,13 +53,6 @@ pub struct Args {
     /// Text for people, or one JSON document
     #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
-}
-
-/// How ids are read and written.
-enum Words {
-    Text(Box<Encoder>),
-    /// As numbers.
-    Ids,
 }
 
 /// What was said, as JSON.
@@ -107,11 +98,11 @@ pub fn run(args: &Args) -> Result<Answer> {
 fn generate<T: Scalar>(args: &Args, checkpoint: &Checkpoint) -> Result<Generated> {
     let mut generator = Generator::<T>::load(checkpoint, args.threads)?;
     let vocab = generator.config().vocab;
-    let words = words(args, checkpoint, vocab)?;
-    let (mut prompt, end): (Vec<u32>, Option<u32>) = match &words {
-        Words::Text(encoder) => (encoder.encode_text(&args.prompt)?, encoder.end()),
-        Words::Ids => (numbers(&args.prompt)?, None),
+    let words = match args.tokenizer.as_deref() {
+        Some(name) => Words::named(name, vocab)?,
+        None => Words::of(checkpoint, vocab)?,
     };
+    let (mut prompt, end) = (words.encode(&args.prompt)?, words.end());
     let prompt_ids = prompt.clone();
     if prompt.is_empty() {
         // What stands between two documents stands before the first.
@@ -144,15 +135,7 @@ fn generate<T: Scalar>(args: &Args, checkpoint: &Checkpoint) -> Result<Generated
         ids.push(token);
         unread = vec![token as i32];
     }
-    let text = match &words {
-        // Together with the prompt: tokens may be parts of a character.
-        Words::Text(encoder) => {
-            let whole = encoder.decode(&[&prompt_ids[..], &ids].concat())?;
-            let before = encoder.decode(&prompt_ids)?;
-            whole.strip_prefix(&before).map_or_else(|| encoder.decode(&ids), |rest| Ok(rest.to_string()))?
-        }
-        Words::Ids => ids.iter().map(|id| format!(" {id}")).collect(),
-    };
+    let text = words.decode(&prompt_ids, &ids)?;
     Ok(Generated {
         schema: "crossmesh.generated/1",
         checkpoint: checkpoint.folder().to_path_buf(),
@@ -163,62 +146,4 @@ fn generate<T: Scalar>(args: &Args, checkpoint: &Checkpoint) -> Result<Generated
         ids,
         ended,
     })
-}
-
-fn numbers(text: &str) -> Result<Vec<u32>> {
-    let number = |word: &str| {
-        word.parse().with_context(|| {
-            format!("`{word}` of the prompt is no token's number\nhint: --tokenizer ids reads numbers: --prompt '3 1 4'")
-        })
-    };
-    text.split([' ', ',']).filter(|word| !word.is_empty()).map(number).collect()
-}
-
-/// What was asked for, or what the model was trained with.
-fn words(args: &Args, checkpoint: &Checkpoint, vocab: usize) -> Result<Words> {
-    let text = |encoder: Encoder| Words::Text(Box::new(encoder));
-    let bytes = || Encoder::bytes(if vocab == 256 { &DocumentEnd::Nothing } else { &DocumentEnd::Usual });
-    match args.tokenizer.as_deref() {
-        Some("bytes") => return Ok(text(bytes()?)),
-        Some("ids") => return Ok(Words::Ids),
-        Some(file) => return Ok(text(tokenizer(Path::new(file), &DocumentEnd::Usual)?)),
-        None => {}
-    }
-    let config = checkpoint.facts().run.get("config").and_then(|text| text.as_str());
-    let trained_with = config.and_then(|text| Config::read("the checkpoint's config", text, &[]).ok());
-    let ask = "hint: say how text becomes tokens: --tokenizer FILE, `bytes` or `ids`";
-    match trained_with.map(|config| config.data.kind) {
-        Some(DataKind::Text { tokenizer: None, .. }) => Ok(text(bytes()?)),
-        Some(DataKind::Text { tokenizer: Some(file), end, .. }) => {
-            let end = end.as_deref().map_or(DocumentEnd::Usual, |end| match end.parse() {
-                Ok(end) => end,
-            });
-            Ok(text(tokenizer(Path::new(&file), &end)?))
-        }
-        Some(DataKind::Tokens { path, .. }) => {
-            let file = TokenFile::open(path.as_ref())
-                .with_context(|| format!("the data it was trained on\n{ask}"))?;
-            match file.header().encoding {
-                Encoding::Bytes => Ok(text(bytes()?)),
-                Encoding::Tokenizer(crc) => {
-                    bail!(
-                        "{path} was made by a tokenizer with crc32c {crc:08x}, and nobody knows where that is\n{ask}"
-                    )
-                }
-            }
-        }
-        Some(DataKind::Language { .. }) => Ok(Words::Ids),
-        Some(DataKind::Images { .. }) => bail!("it was trained on images, and has no words"),
-        None => bail!("{} does not say what it was trained with\n{ask}", checkpoint.folder().display()),
-    }
-}
-
-/// A tokenizer.json; one that has nothing to end documents with can still be talked to.
-fn tokenizer(file: &Path, end: &DocumentEnd) -> Result<Encoder> {
-    match Encoder::tokenizer(file, end) {
-        Err(crossmesh_train::data::DataError::UnknownEndToken { .. }) => {
-            Ok(Encoder::tokenizer(file, &DocumentEnd::Nothing)?)
-        }
-        other => Ok(other?),
-    }
 }

@@ -146,6 +146,9 @@ fn figures(report: &TrainReport) -> String {
                 &card(&format!("{over:+.1} %"), &format!("above the best possible, {reachable:.4}"), class);
         }
     }
+    if let Some(loss) = report.metrics.iter().rev().find_map(|m| m.validation_loss) {
+        cards += &card(&format!("{loss:.4}"), "validation loss, the last", "");
+    }
     let count = report.metrics.len().max(1) as f64;
     let mean = |of: &dyn Fn(&StepMetrics) -> f64| report.metrics.iter().map(of).sum::<f64>() / count;
     let step_s = mean(&|m| m.step_s);

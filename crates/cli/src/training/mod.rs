@@ -20,6 +20,7 @@ pub mod save;
 pub mod steps;
 mod stop;
 pub mod timeline;
+pub mod words;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -31,9 +32,9 @@ use crossmesh_train::config::keys::KEYS;
 use crossmesh_train::config::{
     AnyModel, Config, DataKind, ModelKind, Precision, Resolved, resolve, toml_text,
 };
-use crossmesh_train::data::file::TokenFile;
 use crossmesh_train::data::images::{Images, ImagesSpec};
 use crossmesh_train::data::language::{Language, LanguageSpec};
+use crossmesh_train::data::mixture::Mixture;
 use crossmesh_train::data::text::{DocumentEnd, Encoder, Text};
 use crossmesh_train::data::tokens::{Source, Tokens, WindowSpec};
 use crossmesh_train::data::{self, DataError, DataSet, Kind, Split};
@@ -284,9 +285,14 @@ fn open_data(config: &Config) -> Result<Arc<dyn DataSet>> {
             let spec = WindowSpec { context, validation_share: *validation, seed };
             Arc::new(Tokens::new(Source::Text(text), spec)?)
         }
-        DataKind::Tokens { path, validation } => {
+        DataKind::Tokens { paths, weights, validation } => {
             let spec = WindowSpec { context, validation_share: *validation, seed };
-            Arc::new(Tokens::new(Source::File(TokenFile::open(path.as_ref())?), spec)?)
+            let open = |path: &String| Ok(Tokens::new(Source::open(path.as_ref())?, spec)?);
+            let mut parts = paths.iter().map(open).collect::<Result<Vec<_>>>()?;
+            match parts.len() {
+                1 => Arc::new(parts.remove(0)),
+                _ => Arc::new(Mixture::new(parts.into_iter().zip(weights.iter().copied()).collect(), seed)?),
+            }
         }
     })
 }

@@ -64,8 +64,9 @@ impl From {
     pub fn check(&self, training: &Training) -> Result<Vec<String>> {
         let old = self.config.as_deref().map(|text| Config::read("the checkpoint's config", text, &[]));
         let changes = match &old {
-            // One that this version cannot read any more, or none: the tensors still tell.
-            None | Some(Err(_)) => vec![],
+            // An imported model has none: its tensors still tell.
+            None => vec![],
+            Some(Err(error)) => vec![format!("what has changed is not known: {error}")],
             // A run of its own compares with nothing.
             Some(Ok(_)) if self.weights_only => vec![],
             Some(Ok(old)) => self.compare(old, training)?,

@@ -79,6 +79,7 @@ const LLAMA: &[&str] = &["llama"];
 const UNET: &[&str] = &["u-transformer"];
 const LANGUAGE: &[&str] = &["language"];
 const TEXT: &[&str] = &["text"];
+const TOKENS: &[&str] = &["tokens"];
 const FILES: &[&str] = &["text", "tokens"];
 const IMAGES: &[&str] = &["images"];
 const ADAMW: &[&str] = &["adamw"];
@@ -112,7 +113,8 @@ pub const KEYS: &[Key] = &[
     key("data", "vocab", COUNT, "64", "Tokens of the language.").only(LANGUAGE),
     key("data", "groups", COUNT, "2", "What may follow a token depends also on which of so many groups the one before it is in.").only(LANGUAGE),
     key("data", "branching", COUNT, "8", "Tokens that may follow.").only(LANGUAGE),
-    key("data", "path", Kind::Texts, "", "Files, or folders of files. Relative paths start where the program was started.").only(FILES),
+    key("data", "path", Kind::Texts, "", "Files, or folders of files; every line of a .jsonl is a document, its member `text`. Of tokens: files of `crossmesh data pack`, of nanoGPT (.bin) or Megatron-LM (.bin and .idx). Relative paths start where the program was started.").only(FILES),
+    key("data", "weights", Kind::Counts { least: 1 }, "", "Of several token files, how often each is drawn from: [7, 3] has seven samples of the first in every ten.").only(TOKENS),
     key("data", "tokenizer", Kind::Text, "\"bytes\"", "`bytes`, or the path of a Hugging Face tokenizer.json.").only(TEXT),
     key("data", "end", Kind::Text, "", "The tokenizer's token behind every document, or `none`. Without it: the one that the tokenizer is known for.").only(TEXT),
     key("data", "validation_share", Kind::Number { least: 0.0, most: 0.99 }, "0.05", "The share of the tokens that is kept from training.").only(FILES),

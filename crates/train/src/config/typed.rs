@@ -105,7 +105,7 @@ pub struct DataSection {
 pub enum DataKind {
     Language { vocab: usize, groups: usize, branching: usize },
     Text { paths: Vec<String>, tokenizer: Option<String>, end: Option<String>, validation: f64 },
-    Tokens { path: String, validation: f64 },
+    Tokens { paths: Vec<String>, weights: Vec<u64>, validation: f64 },
     Images { waves: usize, classes: usize },
 }
 
@@ -145,7 +145,8 @@ impl DataSection {
                 validation: values.number("data.validation_share"),
             },
             "tokens" => DataKind::Tokens {
-                path: one_path(values, paths()?)?,
+                weights: weights(values, paths()?.len())?,
+                paths: paths()?,
                 validation: values.number("data.validation_share"),
             },
             _ => DataKind::Images { waves: count("waves"), classes: count("classes") },
@@ -154,12 +155,22 @@ impl DataSection {
     }
 }
 
-fn one_path(values: &Values, paths: Vec<String>) -> Result<String, ConfigError> {
-    match <[String; 1]>::try_from(paths) {
-        Ok([path]) => Ok(path),
-        Err(paths) => {
-            let reason = format!("these are {} token files, and there can be one", paths.len());
-            Err(values.error("data.path", reason, "pack them into one"))
+/// How often each of several files is drawn from.
+fn weights(values: &Values, files: usize) -> Result<Vec<u64>, ConfigError> {
+    let given = match values.entry("data.weights").map(|e| e.value) {
+        Some(Value::Counts(weights)) => weights,
+        _ if files == 1 => vec![1],
+        _ => {
+            let reason =
+                format!("these are {files} token files, and nobody says how often each is drawn from");
+            return Err(values.error("data.path", reason, "weights = [7, 3], or pack them into one"));
+        }
+    };
+    match given.len() == files {
+        true => Ok(given),
+        false => {
+            let reason = format!("these are {} weights, and there are {files} files", given.len());
+            Err(values.error("data.weights", reason, "give one for every file"))
         }
     }
 }

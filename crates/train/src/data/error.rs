@@ -38,6 +38,11 @@ pub enum DataError {
     UnknownEndToken { file: PathBuf, known: String },
     #[error("{} cannot be tokenized at byte {offset}: {reason}", file.display())]
     Encode { file: PathBuf, offset: u64, reason: String },
+    #[error(
+        "{}: the line at byte {offset} is no document: {reason}\nhint: every line of a .jsonl is an object with a member `text`",
+        file.display()
+    )]
+    Json { file: PathBuf, offset: u64, reason: String },
     #[error("{} is no token file: {reason}\nhint: {hint}", file.display())]
     TokenFile { file: PathBuf, reason: String, hint: &'static str },
     #[error("{data} has {tokens} tokens for {what}, and a sample takes {wanted}\nhint: {hint}")]

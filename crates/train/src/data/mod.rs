@@ -7,7 +7,8 @@
 //! ```text
 //! order        which window is sample n: a new permutation every epoch, without a table
 //! text         UTF-8 files and folders to ids: bytes, or a tokenizer.json
-//! file         token files: packed once, read in place, checked where read (docs/token-file.md)
+//! file         token files: packed once, read in place, checked where read (docs/token-file.md); those of nanoGPT and Megatron-LM
+//! mixture      several streams, drawn from by weight
 //! tokens       windows of a stream of ids as samples of a language model
 //! language     a made-up language whose entropy is known
 //! images       made-up noisy images whose best possible loss is known
@@ -17,6 +18,7 @@ mod error;
 pub mod file;
 pub mod images;
 pub mod language;
+pub mod mixture;
 pub mod order;
 pub mod text;
 pub mod tokens;

@@ -14,7 +14,7 @@
 
 use std::ops::Range;
 
-use super::file::TokenFile;
+use super::file::{ForeignFile, TokenFile};
 use super::order::Order;
 use super::text::{Text, names};
 use super::{Column, DataError, DataSet, Feature, Kind, Split, no_port};
@@ -34,6 +34,17 @@ pub struct WindowSpec {
 pub enum Source {
     Text(Text),
     File(TokenFile),
+    Foreign(ForeignFile),
+}
+
+impl Source {
+    /// A token file: ours, or another program's.
+    pub fn open(path: &std::path::Path) -> Result<Self, DataError> {
+        match ForeignFile::is_meant(path) {
+            true => Ok(Self::Foreign(ForeignFile::open(path)?)),
+            false => Ok(Self::File(TokenFile::open(path)?)),
+        }
+    }
 }
 
 /// Windows of a stream.
@@ -117,6 +128,7 @@ impl Source {
         match self {
             Self::Text(text) => text.ids.len() as u64,
             Self::File(file) => file.header().tokens,
+            Self::Foreign(file) => file.tokens(),
         }
     }
 
@@ -124,6 +136,7 @@ impl Source {
         match self {
             Self::Text(text) => text.vocab as u64,
             Self::File(file) => file.header().vocab,
+            Self::Foreign(file) => file.vocab(),
         }
     }
 
@@ -131,6 +144,7 @@ impl Source {
         match self {
             Self::Text(text) => Ok(text.ids.get(ids.start as usize..ids.end as usize)),
             Self::File(file) => file.read(ids),
+            Self::Foreign(file) => file.read(ids),
         }
     }
 
@@ -138,6 +152,7 @@ impl Source {
         match self {
             Self::Text(text) => names(&text.inputs),
             Self::File(file) => file.path().display().to_string(),
+            Self::Foreign(file) => file.path().display().to_string(),
         }
     }
 }

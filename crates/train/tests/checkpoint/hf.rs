@@ -82,7 +82,8 @@ fn there_and_back() {
     {
         let folder = tempfile::tempdir().unwrap();
         let path = saved(&config, "A{dp:2,tp:3}", &folder.path().join("a"));
-        let exported = hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out")).unwrap();
+        let exported =
+            hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out"), None).unwrap();
         assert_eq!(std::fs::metadata(&exported.model).unwrap().len(), exported.bytes);
         let back = hf::import::<f32>(&exported.model, None, &store(&folder.path().join("b"), 1)).unwrap();
         assert_eq!(back.config, config);
@@ -117,7 +118,8 @@ fn the_file_has_the_names_and_shapes_of_transformers() {
     let folder = tempfile::tempdir().unwrap();
     for tied in [true, false] {
         let path = saved(&config(tied), "A{tp:2}", &folder.path().join(format!("{tied}")));
-        let exported = hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out")).unwrap();
+        let exported =
+            hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out"), None).unwrap();
         let bytes = std::fs::read(&exported.model).unwrap();
         let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
         assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
@@ -153,7 +155,7 @@ fn write(path: &Path, tensors: &BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>) 
 /// An exported model's tensors under the names of the first GPT-2 files, in another type.
 fn older(folder: &Path, dtype: Dtype) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     let path = saved(&config(true), "A{dp:1}", &folder.join("older"));
-    let exported = hf::export(&Checkpoint::open(&path).unwrap(), &folder.join("exported")).unwrap();
+    let exported = hf::export(&Checkpoint::open(&path).unwrap(), &folder.join("exported"), Some(12)).unwrap();
     let bytes = std::fs::read(exported.model).unwrap();
     let number = |b: &[u8; 4]| match dtype {
         Dtype::BF16 => half::bf16::from_f32(f32::from_le_bytes(*b)).to_le_bytes().to_vec(),

@@ -30,15 +30,20 @@ pub struct Exported {
     pub bytes: u64,
 }
 
-/// Writes a checkpoint of a decoder into a folder, as transformers' `GPT2LMHeadModel` or `LlamaForCausalLM` loads it. Numbers stay as wide as they are.
-pub fn export(checkpoint: &Checkpoint, folder: &Path) -> Result<Exported, CheckpointError> {
+/// Writes a checkpoint of a decoder into a folder, as transformers' `GPT2LMHeadModel` or `LlamaForCausalLM` loads it. Numbers stay as wide as they
+/// are. `end` is the token that ends a document, where that is known.
+pub fn export(checkpoint: &Checkpoint, folder: &Path, end: Option<u32>) -> Result<Exported, CheckpointError> {
     match checkpoint.dtype() {
-        DType::F64 => export_as::<f64>(checkpoint, folder),
-        _ => export_as::<f32>(checkpoint, folder),
+        DType::F64 => export_as::<f64>(checkpoint, folder, end),
+        _ => export_as::<f32>(checkpoint, folder, end),
     }
 }
 
-fn export_as<T: Scalar>(checkpoint: &Checkpoint, folder: &Path) -> Result<Exported, CheckpointError> {
+fn export_as<T: Scalar>(
+    checkpoint: &Checkpoint,
+    folder: &Path,
+    end: Option<u32>,
+) -> Result<Exported, CheckpointError> {
     let config = decoder_config(checkpoint)?;
     let wrong = |what: String| CheckpointError::Model { path: checkpoint.folder().to_path_buf(), what };
     let model = Gpt::new(config.clone()).map_err(|e| wrong(e.to_string()))?;
@@ -53,7 +58,7 @@ fn export_as<T: Scalar>(checkpoint: &Checkpoint, folder: &Path) -> Result<Export
     })?;
     fs::rename(&beside, &path).map_err(CheckpointError::io("rename", &beside))?;
     let config_path = folder.join("config.json");
-    let text = serde_json::to_string_pretty(&foreign_config::<T>(&config)).expect("a document") + "\n";
+    let text = serde_json::to_string_pretty(&foreign_config::<T>(&config, end)).expect("a document") + "\n";
     write_synced(&config_path, text.as_bytes())?;
     sync_folder(folder)?;
     Ok(Exported { model: path, config: config_path, tensors: parameters.len(), bytes })
@@ -86,7 +91,7 @@ fn write_tensors<T: Scalar>(
 }
 
 /// What transformers calls the sizes.
-fn foreign_config<T: Scalar>(config: &GptConfig) -> Value {
+fn foreign_config<T: Scalar>(config: &GptConfig, end: Option<u32>) -> Value {
     let dtype = if T::DTYPE == DType::F64 { "float64" } else { "float32" };
     if let Family::Llama { kv_heads, rotary } = &config.family {
         let mut rope = json!({ "rope_type": "default", "rope_theta": rotary.theta });
@@ -119,7 +124,7 @@ fn foreign_config<T: Scalar>(config: &GptConfig) -> Value {
             "rope_scaling": if rotary.scaling.is_some() { rope.clone() } else { Value::Null },
             "tie_word_embeddings": config.tied,
             "bos_token_id": null,
-            "eos_token_id": null,
+            "eos_token_id": end,
             "dtype": dtype,
             "torch_dtype": dtype,
         });
@@ -141,9 +146,9 @@ fn foreign_config<T: Scalar>(config: &GptConfig) -> Value {
         "layer_norm_epsilon": config.epsilon,
         "scale_attn_weights": true,
         "tie_word_embeddings": config.tied,
-        // GPT-2's own would be outside of a smaller vocabulary.
-        "bos_token_id": null,
-        "eos_token_id": null,
+        // As GPT-2 has it, what ends a document also starts one. Its own would be outside of a smaller vocabulary.
+        "bos_token_id": end,
+        "eos_token_id": end,
         "dtype": dtype,
         "torch_dtype": dtype,
     })

@@ -10,6 +10,7 @@
 //! Ids are read by position and not through a mapping: the system's cache holds them for all ranks of a host either way, a rank's own memory
 //! holds none of them, and a file that is cut short under a running job is an error with a name instead of a signal.
 
+mod foreign;
 mod header;
 mod pack;
 
@@ -23,6 +24,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+pub use foreign::ForeignFile;
 use header::{BLOCK_BYTES, HEADER_BYTES, Places};
 pub use header::{Encoding, Header, Width};
 pub use pack::{PackProgress, Packed, pack};

@@ -112,7 +112,13 @@ impl Encoder {
 
     /// The ids of a text that is no document: nothing ends it.
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, DataError> {
-        self.encode(&Piece { file: "the prompt".into(), offset: 0, text: text.to_string(), last: false })
+        self.encode(&Piece {
+            file: "the prompt".into(),
+            offset: 0,
+            text: text.to_string(),
+            first: true,
+            last: false,
+        })
     }
 
     /// The text of ids, without what ends documents. Bytes that are no character yet are shown as such.

@@ -16,7 +16,7 @@ mod tests;
 use std::path::PathBuf;
 
 pub use encoder::{DocumentEnd, Encoder};
-use reader::{Piece, Pieces};
+use reader::{Piece, pieces};
 pub use reader::{TextFile, find_files};
 
 use super::DataError;
@@ -45,7 +45,7 @@ pub fn encode_files(
     threads: usize,
     take: &mut dyn FnMut(Run) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let mut pieces = files.iter().flat_map(Pieces::new);
+    let mut pieces = files.iter().flat_map(pieces);
     let mut bytes_done = 0;
     loop {
         let batch: Vec<Piece> =
@@ -59,7 +59,7 @@ pub fn encode_files(
                 ids.extend(encoder.end());
             }
             bytes_done += piece.text.len() as u64;
-            take(Run { starts: piece.offset == 0, ids, bytes_done })?;
+            take(Run { starts: piece.first, ids, bytes_done })?;
         }
     }
 }
@@ -113,12 +113,13 @@ impl Text {
             return Err(DataError::TooLarge { data: names(inputs), bytes, most: MOST_BYTES });
         }
         let vocab = encoder.vocab();
-        let mut ids = Ids::new(vocab);
+        let (mut ids, mut documents) = (Ids::new(vocab), 0);
         encode_files(&files, encoder, threads, &mut |run| {
             ids.extend(&run.ids);
+            documents += u64::from(run.starts);
             Ok(())
         })?;
-        Ok(Self { ids, vocab, documents: files.len() as u64, inputs: inputs.to_vec() })
+        Ok(Self { ids, vocab, documents, inputs: inputs.to_vec() })
     }
 }
 

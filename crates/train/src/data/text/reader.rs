@@ -3,9 +3,11 @@
 //! A piece ends behind a line break that stands between two characters that are no blanks. That is where tokenizers of the GPT-2 and later
 //! kinds end a word too, so pieces tokenize to what the file would. (One that puts a blank before a text, as SentencePiece does, puts
 //! one before every piece.) A line longer than a piece is cut between two characters.
+//!
+//! Of a file that is called `.jsonl`, every line is a document: a JSON object with a member `text`.
 
 use std::fs::{self, File};
-use std::io::{ErrorKind, Read};
+use std::io::{BufRead as _, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use super::DataError;
@@ -74,7 +76,8 @@ pub struct Piece {
     /// Of the first byte.
     pub offset: u64,
     pub text: String,
-    /// Whether the file ends here.
+    /// Whether a document starts here, and whether it ends.
+    pub first: bool,
     pub last: bool,
 }
 
@@ -130,7 +133,8 @@ impl<'a> Pieces<'a> {
         let end = if last { whole.len() } else { cut(whole).unwrap_or(whole.len()) };
         let text = whole[..end].to_string();
         self.rest.drain(..end);
-        let piece = Piece { file: self.file.path.clone(), offset: self.offset, text, last };
+        let first = self.offset == 0;
+        let piece = Piece { file: self.file.path.clone(), offset: self.offset, text, first, last };
         self.offset += end as u64;
         self.done = last;
         Ok(piece)
@@ -149,6 +153,68 @@ impl Iterator for Pieces<'_> {
             (self.done, self.opened) = (true, None);
         }
         Some(piece)
+    }
+}
+
+/// All pieces of a file.
+pub fn pieces(file: &TextFile) -> Box<dyn Iterator<Item = Result<Piece, DataError>> + '_> {
+    match file.path.extension().is_some_and(|ending| ending == "jsonl") {
+        true => Box::new(Lines { file, opened: None, offset: 0, done: false }),
+        false => Box::new(Pieces::new(file)),
+    }
+}
+
+/// The documents of a file of JSON lines.
+struct Lines<'a> {
+    file: &'a TextFile,
+    opened: Option<BufReader<File>>,
+    offset: u64,
+    done: bool,
+}
+
+#[derive(serde::Deserialize)]
+struct Document {
+    text: String,
+}
+
+impl Lines<'_> {
+    fn read(&mut self) -> Result<Option<Piece>, DataError> {
+        let path = &self.file.path;
+        let reader = match &mut self.opened {
+            Some(reader) => reader,
+            closed => closed.insert(BufReader::new(File::open(path).map_err(DataError::io("read", path))?)),
+        };
+        loop {
+            let mut line = vec![];
+            let bytes = reader.read_until(b'\n', &mut line).map_err(DataError::io("read", path))?;
+            let offset = self.offset;
+            self.offset += bytes as u64;
+            if bytes == 0 {
+                return Ok(None);
+            }
+            if line.trim_ascii().is_empty() {
+                continue;
+            }
+            let Document { text } = serde_json::from_slice(&line).map_err(|error| DataError::Json {
+                file: path.clone(),
+                offset,
+                reason: error.to_string(),
+            })?;
+            return Ok(Some(Piece { file: path.clone(), offset, text, first: true, last: true }));
+        }
+    }
+}
+
+impl Iterator for Lines<'_> {
+    type Item = Result<Piece, DataError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.done {
+            return None;
+        }
+        let piece = self.read().transpose();
+        self.done = !matches!(piece, Some(Ok(_)));
+        piece
     }
 }
 

@@ -1,3 +1,4 @@
+use super::reader::Pieces;
 use super::*;
 use std::path::Path;
 use tempfile::TempDir;
@@ -177,7 +178,13 @@ mod tokenizer {
         }
         let naive: Vec<Piece> = text
             .split_inclusive('\n')
-            .map(|line| Piece { file: path.clone(), offset: 0, text: line.to_string(), last: false })
+            .map(|line| Piece {
+                file: path.clone(),
+                offset: 0,
+                text: line.to_string(),
+                first: true,
+                last: false,
+            })
             .collect();
         assert_ne!(ids(naive), whole, "cutting behind every line is not enough");
     }
@@ -199,5 +206,31 @@ mod tokenizer {
         let error = Encoder::tokenizer(&folder.path().join("t.json"), &DocumentEnd::Usual).unwrap_err();
         let error = error.to_string();
         assert!(error.contains("t.json is not a tokenizer: "), "{error}");
+    }
+}
+
+/// Every line of a .jsonl is a document, in whatever order its members are; empty lines are none.
+#[test]
+fn lines_of_json_are_documents() {
+    let folder = folder(&[
+        ("a.jsonl", b"{\"text\": \"h\\u00e9\"}\n\n{\"id\": 3, \"text\": \"you\"}"),
+        ("b.txt", b"x"),
+    ]);
+    let text = read(folder.path()).unwrap();
+    assert_eq!(text.documents, 3);
+    let wanted: Vec<u32> =
+        [&"hé".bytes().map(u32::from).collect::<Vec<_>>()[..], &[256, 121, 111, 117, 256, 120, 256]].concat();
+    assert_eq!(text.ids.get(0..wanted.len()), wanted);
+    for (line, reason) in [
+        ("{\"txt\": 1}", "missing field `text`"),
+        ("{\"text\": 1}", "expected a string"),
+        ("hello", "expected value"),
+    ] {
+        let bad = super::tests::folder(&[("a.jsonl", format!("{{\"text\": \"a\"}}\n{line}\n").as_bytes())]);
+        let error = read(bad.path()).unwrap_err().to_string();
+        assert!(
+            error.contains("a.jsonl: the line at byte 14 is no document: ") && error.contains(reason),
+            "{error}"
+        );
     }
 }
