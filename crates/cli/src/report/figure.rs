@@ -237,6 +237,44 @@ fn link_colour(kind: Kind) -> (&'static str, &'static str) {
     }
 }
 
+/// One thing among others that took so long.
+pub struct Length<'a> {
+    pub name: &'a str,
+    pub length: f64,
+    /// Said at the end of its bar.
+    pub note: String,
+    pub marked: bool,
+}
+
+/// A bar for each, and a bound that none is below; `marked` says what the dark ones are.
+pub fn lengths(rows: &[Length<'_>], bound: f64, marked: &str, about: &str) -> String {
+    const ROW: f64 = 10.0;
+    let left = 6.0 + rows.iter().map(|row| text_width(row.name, TEXT)).fold(0.0, f64::max);
+    // The longest bar leaves room for what is said at its end.
+    let room = |row: &Length<'_>| RIGHT - left - text_width(&row.note, SMALL) - 4.0;
+    let end = rows.iter().map(|row| row.length * (RIGHT - left) / room(row).max(1.0)).fold(bound, f64::max);
+    let (axis, bottom) = (Axis { left, end }, TOP + ROW * rows.len() as f64);
+    let (dark, light) = ("#2f6fd0", "#8fb3ea");
+    let mut body = axis.ticks(bottom, crate::timetable::number);
+    for (at, row) in rows.iter().enumerate() {
+        let y = TOP + ROW * at as f64;
+        let (x, fill) = (axis.x(row.length), if row.marked { dark } else { light });
+        body += &text(left - 3.0, y + 7.0, TEXT, "end", row.name);
+        let width = x - left;
+        let _ = writeln!(
+            body,
+            "<rect x=\"{left:.2}\" y=\"{:.2}\" width=\"{width:.2}\" height=\"{:.2}\" fill=\"{fill}\"/>",
+            y + 1.0,
+            ROW - 2.0
+        );
+        body += &text(x + 2.0, y + 7.0, SMALL, "start", &row.note);
+    }
+    body += &axis.mark(bound, bottom, &format!("bound {}", crate::timetable::number(bound)));
+    let below = bottom + SMALL + 3.0;
+    let (key, key_height) = legend(below, &[(dark, marked)]);
+    frame(about, below + key_height, &(body + &key))
+}
+
 /// A curve over steps: every point faintly, their mean on top, and a value that cannot be beaten.
 pub fn curve(
     points: &[(f64, f64)],
@@ -300,6 +338,20 @@ pub fn curve(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bars_and_what_is_said_of_them_stay_inside() {
+        let row = |name, length, marked| Length { name, length, note: format!("peak {length}"), marked };
+        let rows = [row("gpipe", 40.0, false), row("interleaved-1f1b", 1234.5, true)];
+        let svg = lengths(&rows, 30.0, "on the front", "schedules");
+        assert!(svg.contains("width=\"85mm\"") && sizes(&svg).iter().all(|size| *size >= 6.0), "{svg}");
+        for line in svg.lines().filter(|line| line.contains("peak")) {
+            let x: f64 = line.split("x=\"").nth(1).unwrap().split('"').next().unwrap().parse().unwrap();
+            let note = line.split('>').nth(1).unwrap().split('<').next().unwrap();
+            assert!(x + text_width(note, SMALL) <= WIDTH, "{line}");
+        }
+        assert!(svg.contains("bound 30") && svg.contains("on the front"));
+    }
 
     /// Every size of text in a file.
     fn sizes(svg: &str) -> Vec<f64> {

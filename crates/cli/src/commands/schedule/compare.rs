@@ -10,6 +10,7 @@ use serde::Serialize;
 use crate::Answer;
 use crate::output::{self, Format, Table};
 use crate::report;
+use crate::report::figure::Length;
 use crate::timetable::{Timetable, doc::Causes, number, over, percent};
 
 use super::{CostArgs, PictureArgs, SizeArgs, place_of, read_csv, spec};
@@ -34,6 +35,9 @@ pub struct CompareArgs {
     format: Format,
     #[command(flatten)]
     pictures: PictureArgs,
+    /// Also write how long each takes as a figure for a paper: an SVG, 85 mm wide
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    svg: Option<PathBuf>,
 }
 
 /// All schedules.
@@ -111,6 +115,9 @@ pub fn run(args: &CompareArgs) -> Result<Answer> {
     let comparison = comparison(&spec, &rows);
     if let Some(path) = &args.pictures.html {
         output::write_file(path, &html(&spec, &comparison, &rows))?;
+    }
+    if let Some(path) = &args.svg {
+        output::write_file(path, &svg(&comparison))?;
     }
     match args.format {
         Format::Text => output::print(&render(&comparison))?,
@@ -261,6 +268,27 @@ fn render(comparison: &Comparison) -> String {
         text += &format!("shortest: {best}\n");
     }
     text
+}
+
+/// How long each takes, and what it holds.
+fn svg(comparison: &Comparison) -> String {
+    let made = comparison.schedules.iter().filter_map(|entry| Some((entry, entry.figures.as_ref()?)));
+    let rows: Vec<Length<'_>> = made
+        .map(|(entry, figures)| Length {
+            name: &entry.name,
+            length: figures.makespan,
+            note: format!("{}, peak {}", number(figures.makespan), number(figures.peak_memory)),
+            marked: figures.pareto,
+        })
+        .collect();
+    let about =
+        format!("schedules for {} stages, {} microbatches", comparison.stages, comparison.microbatches);
+    report::figure::lengths(
+        &rows,
+        comparison.lower_bound,
+        "no other has less of both time and memory",
+        &about,
+    )
 }
 
 fn html(spec: &Spec, comparison: &Comparison, rows: &[Row]) -> String {
