@@ -12,7 +12,7 @@
 use std::io;
 use std::sync::Arc;
 
-use crossmesh_core::program::{Holds, OpKind, Role, Tile, TileId};
+use crossmesh_core::program::{Holds, Op, OpKind, Role, Tile, TileId};
 use crossmesh_core::region::Region;
 use crossmesh_core::units::Bytes;
 use crossmesh_core::verify::VerifiedRank;
@@ -314,9 +314,17 @@ impl RankBuffers {
     /// The places of every op.
     pub fn places(&self) -> io::Result<Vec<OpPlaces>> {
         let whole = self.program.whole();
-        let nothing = Place { memory: Arc::new(Memory::private(0)?), view: View::empty() };
-        let place = |tile: TileId, op: &crossmesh_core::program::Op| match tile {
-            TileId::NOWHERE => Some(nothing.clone()),
+        let is_nowhere = |op: &Op| match op.kind {
+            OpKind::Send { from, .. } => from == TileId::NOWHERE,
+            OpKind::Recv { into, .. } => into == TileId::NOWHERE,
+            OpKind::Copy { from, into, .. } => from == TileId::NOWHERE || into == TileId::NOWHERE,
+            OpKind::Compute { .. } => false,
+        };
+        // Signals alone have nothing to be somewhere; a mapping for it would be a good part of what a small call costs.
+        let nothing = self.program.ops.iter().any(is_nowhere).then(|| Memory::private(0)).transpose()?;
+        let nothing = nothing.map(|memory| Place { memory: Arc::new(memory), view: View::empty() });
+        let place = |tile: TileId, op: &Op| match tile {
+            TileId::NOWHERE => nothing.clone(),
             tile => {
                 let slot = self.slots.get(tile.index()).and_then(Option::as_ref);
                 Some(self.place_at(self.program.tile(tile), &whole.boxes[op.region], slot))

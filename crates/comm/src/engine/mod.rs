@@ -8,8 +8,9 @@
 //!        +--> what arrived, what was sent -> ops end -> ops become ready
 //! ```
 //!
-//! Nothing is polled in vain: the loop sleeps until a link or another thread has news ([`crate::wake`]), or a heartbeat or
-//! deadline is due. Only links that nothing wakes are asked again and again, the less often the longer they are silent.
+//! The loop sleeps until a link or another thread has news ([`crate::wake`]), or a heartbeat or deadline is due. Where that has paid and
+//! nobody else needs the core, it looks for news for a moment before (`spin`). Only links that nothing wakes are asked again and again,
+//! the less often the longer they are silent.
 //! A message starts when its receiver has said that there is a place for it; receivers say so as early as they can,
 //! for all receives at once, so that nobody pays a round trip per message.
 //!
@@ -22,6 +23,7 @@ mod links;
 mod local;
 mod ops;
 mod sends;
+mod spin;
 mod tags;
 #[cfg(test)]
 mod tests;
@@ -133,6 +135,7 @@ pub struct Engine {
     /// Bytes sent and received by jobs that are over.
     traffic: (u64, u64),
     asking: asking::Asking,
+    spin: spin::Spin,
     watch: watch::Watch,
     failed: Option<CommError>,
     last_flight: Option<FlightRecord>,
@@ -154,6 +157,12 @@ impl Engine {
         options.interrupt.wakes(sleeper.waker());
         let now = clock.now_ns();
         let asking = asking::Asking::new(links.iter().any(|(_, link)| link.fd().is_none()));
+        // Of whom nothing is known may be here.
+        let ranks_here = match options.hosts.get(me.index()) {
+            Some(here) => options.hosts.iter().filter(|host| *host == here).count(),
+            None => links.len() + 1,
+        };
+        let spin = spin::Spin::new(ranks_here, std::thread::available_parallelism().map_or(1, |n| n.get()));
         let mut peers = vec![];
         for (i, (rank, link)) in links.into_iter().enumerate() {
             let data = epoll::EventData::new_u64(i as u64);
@@ -191,6 +200,7 @@ impl Engine {
             events: vec![],
             traffic: (0, 0),
             asking,
+            spin,
             watch: watch::Watch::new(now),
             failed: None,
             last_flight: None,

@@ -5,6 +5,7 @@ use rustix::io::Errno;
 
 use crossmesh_core::id::Rank;
 
+use super::spin::{LOST_NS, Looked};
 use super::{Engine, Handle, NO_EVENT, WAKER, asking};
 use crate::error::CommError;
 use crate::transport::Event;
@@ -48,10 +49,8 @@ impl Engine {
     pub(super) fn poll(&mut self, may_wait: bool) -> Result<(), CommError> {
         let wait_ns = if may_wait { self.watch.until_next(self.clock.now_ns()) } else { 0 };
         let wait_ns = self.asking.pause_ns().map_or(wait_ns, |pause| wait_ns.min(pause));
-        let timeout =
-            Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
         let mut buffer = [NO_EVENT; 64];
-        let woken: Vec<u64> = match epoll::wait(&self.poller, &mut buffer, Some(&timeout)) {
+        let woken: Vec<u64> = match self.await_news(wait_ns, &mut buffer) {
             Ok(count) => buffer[..count].iter().map(|e| e.data.u64()).collect(),
             Err(Errno::INTR) => vec![],
             Err(e) => {
@@ -72,6 +71,46 @@ impl Engine {
             self.progress(peer)?;
         }
         Ok(())
+    }
+
+    /// Looks for news, and sleeps where there are none: how many came.
+    fn await_news(&mut self, wait_ns: u64, into: &mut [epoll::Event]) -> Result<usize, Errno> {
+        // Links that nothing wakes have pauses of their own.
+        if wait_ns > 0 && !self.asking.is_needed() {
+            let found = self.look_for_news(into)?;
+            if found > 0 {
+                return Ok(found);
+            }
+        }
+        let timeout =
+            Timespec { tv_sec: (wait_ns / 1_000_000_000) as i64, tv_nsec: (wait_ns % 1_000_000_000) as i64 };
+        epoll::wait(&self.poller, into, Some(&timeout))
+    }
+
+    /// Looks again and again, as often as it is worth.
+    fn look_for_news(&mut self, into: &mut [epoll::Event]) -> Result<usize, Errno> {
+        let (looks, now) = (self.spin.looks(), Timespec { tv_sec: 0, tv_nsec: 0 });
+        let mut looked_ns = self.clock.now_ns();
+        for look in 0..looks {
+            let found = epoll::wait(&self.poller, &mut *into, Some(&now))?;
+            if found > 0 {
+                // What was there already says nothing about looking.
+                if look > 0 {
+                    self.spin.note(Looked::Found);
+                }
+                return Ok(found);
+            }
+            let now_ns = self.clock.now_ns();
+            if now_ns.saturating_sub(looked_ns) > LOST_NS {
+                self.spin.note(Looked::LostCore);
+                return Ok(0);
+            }
+            looked_ns = now_ns;
+        }
+        if looks > 0 {
+            self.spin.note(Looked::InVain);
+        }
+        Ok(0)
     }
 
     pub(super) fn progress(&mut self, peer: usize) -> Result<(), CommError> {

@@ -97,6 +97,11 @@ impl Outbox {
         self.data_bytes < ROOM_BYTES
     }
 
+    /// Whether data waits to be written.
+    pub fn has_data(&self) -> bool {
+        self.data_bytes > 0
+    }
+
     /// Words between engines overtake data.
     pub fn push_control(&mut self, header: Header, payload: Vec<u8>, descriptor: Option<OwnedFd>) {
         let frame =

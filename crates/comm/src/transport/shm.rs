@@ -26,7 +26,10 @@ use crate::view::{Outer, View};
 use crate::wire::{Header, Kind, WireError};
 
 /// Messages up to this size travel inside the socket: two copies and two checksums more, a frame less.
-pub const INLINE_BYTES: u64 = 2 << 10;
+const INLINE_BYTES: u64 = 2 << 10;
+/// One that is alone does up to this size: nobody waits for it to be taken, which costs two more wakes. Of many together only the last
+/// is acknowledged, and copies count.
+const INLINE_ALONE_BYTES: u64 = 8 << 10;
 /// What may be offered and not yet taken.
 const WINDOW_BYTES: u64 = 8 << 20;
 const WINDOW_OFFERS: usize = 1024;
@@ -72,10 +75,12 @@ impl Shm {
         !self.pulls.is_empty()
     }
 
-    /// Whether a part of this place is offered rather than sent. A small message, or one of no bytes at all, must not
-    /// overtake an offered one.
-    pub fn takes(&self, from: &Lent) -> bool {
-        let small = from.bytes() <= INLINE_BYTES && self.offered.is_empty();
+    /// Whether a part of this place is offered rather than sent, given whether it would be the only one on its way. A small message, or one
+    /// of no bytes at all, must not overtake an offered one. All parts of a message go one way: an offer would overtake data.
+    pub fn takes(&self, part: &Range<u64>, from: &Lent, alone: bool) -> bool {
+        let inline = if alone { INLINE_ALONE_BYTES } else { INLINE_BYTES };
+        let is_whole = *part == (0..from.bytes());
+        let small = is_whole && from.bytes() <= inline && self.offered.is_empty();
         from.memory().segment().is_some() && !small
     }
 
@@ -247,4 +252,37 @@ fn note_arrived(arrivals: &mut Arrivals, message: Message, upto: u64) {
 
 fn unexpected(header: &Header, why: &'static str) -> WireError {
     WireError::Unexpected { kind: header.kind, job: header.job, tag: header.tag, why }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lent(memory: &Arc<Memory>, bytes: u64) -> Lent {
+        let view = View::from_parts(0, bytes, &[], memory.len()).expect("it lies in the memory");
+        lent_by_peer(&Place { memory: memory.clone(), view })
+    }
+
+    #[test]
+    fn only_whole_small_messages_travel_inside_the_socket() {
+        let memory = Arc::new(Memory::shared(64 << 10).unwrap());
+        let mut shm = Shm::default();
+        let offers = |shm: &Shm, part: Range<u64>, bytes: u64, alone: bool| {
+            shm.takes(&part, &lent(&memory, bytes), alone)
+        };
+        assert!(!offers(&shm, 0..2048, 2048, false) && offers(&shm, 0..2049, 2049, false));
+        assert!(!offers(&shm, 0..8192, 8192, true) && offers(&shm, 0..8193, 8193, true));
+        // The second part might go the other way, and an offer overtakes data.
+        assert!(offers(&shm, 0..4096, 8192, true) && offers(&shm, 4096..8192, 8192, true));
+        // Behind an offer everything is offered, until it is taken.
+        let message = Message { job: 0, tag: 0 };
+        shm.offer(message, 0..9000, &lent(&memory, 9000), &mut Outbox::default()).unwrap();
+        assert!(offers(&shm, 0..64, 64, true));
+        let taken = Header { offset: 9000, ..Header::bare(Kind::Taken, 0, 0) };
+        shm.on_taken(&taken, &mut vec![]).unwrap();
+        assert!(!offers(&shm, 0..64, 64, true));
+        // What no peer can map is sent as it is.
+        let private = Arc::new(Memory::private(64 << 10).unwrap());
+        assert!(!shm.takes(&(0..9000), &lent(&private, 9000), false));
+    }
 }

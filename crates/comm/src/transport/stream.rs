@@ -182,7 +182,8 @@ impl Link for StreamLink {
     }
 
     fn send(&mut self, message: Message, part: Range<u64>, from: &Lent) {
-        match self.shm.as_mut().filter(|shm| shm.takes(from)) {
+        let alone = !self.outbox.has_data();
+        match self.shm.as_mut().filter(|shm| shm.takes(&part, from, alone)) {
             Some(shm) => {
                 let offered = shm.offer(message, part, from, &mut self.outbox);
                 self.failed = self.failed.take().or(offered.err());
