@@ -219,9 +219,19 @@ impl LongRun {
     }
 }
 
+/// By how much more may everything take on this machine, now? Times are promised for one that is not overloaded: up to two
+/// that want to run for every core. Names have to be right on any.
+fn slowness() -> f64 {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = text.split(' ').next().and_then(|n| n.parse::<f64>().ok()).unwrap_or(0.0);
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    (load / (2 * cores) as f64).clamp(1.0, 4.0)
+}
+
 /// How a run ended. By then no process and no namespace of it is left.
 struct Ended {
     case: Case,
+    slowness: f64,
     /// From the fault to the end of the launcher.
     launcher: Duration,
     code: Option<i32>,
@@ -235,6 +245,7 @@ struct Ended {
 
 #[expect(clippy::disallowed_methods, reason = "a test of real time")]
 fn end_of(mut run: LongRun, case: Case) -> Ended {
+    let before = slowness();
     let Case { fault, role, .. } = case;
     let start = Instant::now();
     run.inject(fault, role);
@@ -255,7 +266,7 @@ fn end_of(mut run: LongRun, case: Case) -> Ended {
     let path = run.scratch.at("flight.json");
     let explained = ok(&["explain", "--flight", &path]).stdout;
     let replay = ok(&["explain", "--flight", &path, "--format", "json"]).json();
-    Ended { case, launcher, code, stderr, flight, explained, replay }
+    Ended { case, slowness: before.max(slowness()), launcher, code, stderr, flight, explained, replay }
 }
 
 impl Ended {
@@ -278,7 +289,7 @@ impl Ended {
 fn complaints(ended: &Ended) -> Vec<String> {
     let Case { setting, fault, role } = ended.case;
     let mut wrong = vec![];
-    let limit = fault.limit();
+    let limit = fault.limit().mul_f64(ended.slowness);
     let (host, world) = (setting.hosts[role.rank as usize], setting.hosts.len() as u32);
     // Of a host that was cut off, any rank may stand for it.
     let culprits: Vec<u32> = match fault {
@@ -445,7 +456,7 @@ fn is_well(ended: &Ended) -> bool {
         "\n{} × {}: limit {:?}",
         ended.case.fault.name(),
         ended.case.role.name,
-        ended.case.fault.limit()
+        ended.case.fault.limit().mul_f64(ended.slowness)
     );
     complaints.iter().for_each(|c| eprintln!("  - {c}"));
     ended.stderr.iter().for_each(|(after, line)| eprintln!("    {:.2} s {line}", after.as_secs_f64()));

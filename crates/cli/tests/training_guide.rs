@@ -18,7 +18,6 @@ fn scripts() -> Vec<String> {
 }
 
 /// A shell that finds the binary.
-#[expect(clippy::disallowed_methods, reason = "a shell has a path")]
 fn shell(script: &str, folder: &Path) -> Command {
     let program = PathBuf::from(binary().get_program());
     let path = format!(
