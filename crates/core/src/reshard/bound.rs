@@ -18,7 +18,7 @@
 //! ```
 //!
 //! To the bandwidth comes one message: whatever the plan, no byte leaves before its sender has seen to the message it is in, and
-//! the last one has its latency and its receiver's time before it ([`Cluster::empty_message_s`]). Where the cluster says nothing of
+//! the last one has its latency and its receiver's time before it ([`crate::cluster::Cluster::empty_message_s`]). Where the cluster says nothing of
 //! these they are 0. How many messages a plan takes is its own choice: boxes may travel together. Between hosts and between groups it holds for every plan: any host may
 //! forward, add up and help. Inside a host it takes it that the host does not bring in, over its NICs, what it can make
 //! of what it holds; a bound that rests on this says so.

@@ -2,7 +2,7 @@
 //!
 //! A unit of a model is a list of ops in SSA form, put together by a [`Builder`]. Every value says how it lies over the ranks that
 //! compute it together, and how its gradient does ([`Typed`]); where an op wants a value otherwise than it is, the builder
-//! puts a reshard between them. [`derive`] makes the lists of the passes F, B and W, and from what they read
+//! puts a reshard between them. [`mod@derive`] makes the lists of the passes F, B and W, and from what they read
 //! follows what a unit keeps of a microbatch:
 //!
 //! ```text
