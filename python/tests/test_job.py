@@ -275,8 +275,8 @@ if rank == 0:
     if {how!r} == "interrupt":
         other = cm.plan({{"w": ("f32[8]@A{{x:1}}=1(_)", "f32[8]@B{{y:1}}=0(_)")}}, cluster=cm.Cluster(1, 2))
         handle = job.start(other, {{}})
-        print("waits", flush=True)
         try:
+            print("waits", flush=True)
             handle.wait()
         except KeyboardInterrupt:
             print("interrupted", flush=True)
@@ -299,6 +299,7 @@ else:
         if how == "kill":
             ranks.processes[0].kill()
         if how == "interrupt":
+            time.sleep(0.2)  # until it waits
             ranks.processes[0].send_signal(signal.SIGINT)
         ends = ranks.ends()
         took = time.monotonic() - start
