@@ -89,22 +89,30 @@ fn miri() -> Result<()> {
 fn mpi() -> Result<()> {
     provide(|| runs("mpirun") && runs("mpicc"), "OpenMPI", &["openmpi-bin", "libopenmpi-dev"])?;
     provide(has_libclang, "libclang", &["libclang-dev"])?;
-    let with_mpi = ["-p", "crossmesh-comm", "-p", "crossmesh-cli", "--features"];
-    let with_mpi = [&with_mpi[..], &["crossmesh-comm/mpi,crossmesh-cli/mpi"]].concat();
-    if installed("clippy") {
-        cargo(&[&["clippy"][..], &with_mpi, &["--all-targets", "--", "-D", "warnings"]].concat())?;
-    }
-    let tests = ["--lib", "--test", "conformance_mpi", "--test", "mpi", "--test", "joined"];
-    cargo(&[&["test"][..], &with_mpi, &tests].concat())
+    let with = with_features("crossmesh-comm/mpi,crossmesh-cli/mpi");
+    let tests = ["--test", "conformance_mpi", "--test", "mpi", "--test", "joined"];
+    lint_with(&with, &tests)?;
+    cargo(&[&["test"][..], &with, &tests].concat())
 }
 
 /// What is built and tested only with the feature `tokenizers`.
 fn tokenizers() -> Result<()> {
-    let with = ["-p", "crossmesh-train", "-p", "crossmesh-cli", "--features", "crossmesh-cli/tokenizers"];
-    if installed("clippy") {
-        cargo(&[&["clippy"][..], &with, &["--all-targets", "--", "-D", "warnings"]].concat())?;
+    let with = with_features("crossmesh-cli/tokenizers");
+    lint_with(&with, &["--test", "data"])?;
+    cargo(&[&["test"][..], &with, &["--test", "data"]].concat())?;
+    cargo(&[&["test"][..], &with, &["--lib", "--", "data::"]].concat())
+}
+
+/// All crates, so that those which have no such feature are not built again.
+fn with_features(features: &str) -> [&str; 3] {
+    ["--workspace", "--features", features]
+}
+
+fn lint_with(with: &[&str], tests: &[&str]) -> Result<()> {
+    if !installed("clippy") {
+        return Ok(());
     }
-    cargo(&[&["test"][..], &with, &["--lib", "--test", "data"]].concat())
+    cargo(&[&["clippy"][..], with, &["--lib", "--bins"], tests, &["--", "-D", "warnings"]].concat())
 }
 
 /// The Python package: built as `pip install .` would, without optimisation, and tested in an environment of its own.
