@@ -89,30 +89,22 @@ fn miri() -> Result<()> {
 fn mpi() -> Result<()> {
     provide(|| runs("mpirun") && runs("mpicc"), "OpenMPI", &["openmpi-bin", "libopenmpi-dev"])?;
     provide(has_libclang, "libclang", &["libclang-dev"])?;
-    let with = with_features("crossmesh-comm/mpi,crossmesh-cli/mpi");
+    // All crates, so that those which have no such feature are not built again.
+    let with = ["--workspace", "--features", "crossmesh-comm/mpi,crossmesh-cli/mpi"];
     let tests = ["--test", "conformance_mpi", "--test", "mpi", "--test", "joined"];
-    lint_with(&with, &tests)?;
+    if installed("clippy") {
+        cargo(&[&["clippy"][..], &with, &["--lib", "--bins"], &tests, &["--", "-D", "warnings"]].concat())?;
+    }
     cargo(&[&["test"][..], &with, &tests].concat())
 }
 
-/// What is built and tested only with the feature `tokenizers`.
+/// What is built and tested only with the feature `tokenizers`: a part of the data sets.
 fn tokenizers() -> Result<()> {
-    let with = with_features("crossmesh-cli/tokenizers");
-    lint_with(&with, &["--test", "data"])?;
-    cargo(&[&["test"][..], &with, &["--test", "data"]].concat())?;
-    cargo(&[&["test"][..], &with, &["--lib", "--", "data::"]].concat())
-}
-
-/// All crates, so that those which have no such feature are not built again.
-fn with_features(features: &str) -> [&str; 3] {
-    ["--workspace", "--features", features]
-}
-
-fn lint_with(with: &[&str], tests: &[&str]) -> Result<()> {
-    if !installed("clippy") {
-        return Ok(());
+    let with = ["-p", "crossmesh-train", "--features", "tokenizers", "--lib"];
+    if installed("clippy") {
+        cargo(&[&["clippy"][..], &with, &["--", "-D", "warnings"]].concat())?;
     }
-    cargo(&[&["clippy"][..], with, &["--lib", "--bins"], tests, &["--", "-D", "warnings"]].concat())
+    cargo(&[&["test"][..], &with, &["--", "data::"]].concat())
 }
 
 /// The Python package: built as `pip install .` would, without optimisation, and tested in an environment of its own.
