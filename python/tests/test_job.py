@@ -284,7 +284,7 @@ if rank == 0:
     time.sleep(60)
 else:
     if {how!r} == "interrupt":
-        time.sleep(1)
+        sys.stdin.readline()
 {TOLD}
 """
     with Ranks(3, script) as ranks:
@@ -301,6 +301,10 @@ else:
         if how == "interrupt":
             time.sleep(0.2)  # until it waits
             ranks.processes[0].send_signal(signal.SIGINT)
+            ranks.processes[0].wait(10)
+            for process in ranks.processes[1:]:  # else they would hear of another plan
+                process.stdin.write("\n")
+                process.stdin.flush()
         ends = ranks.ends()
         took = time.monotonic() - start
     if how == "exit":
