@@ -1,0 +1,1 @@
+"""Weight sync inside other systems."""
