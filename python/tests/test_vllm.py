@@ -1,4 +1,7 @@
-"""The backend, driven through vLLM's own factories: a trainer here, a worker in a process of its own."""
+"""The backend, driven through vLLM's own factories: a trainer here, a worker in a process of its own.
+
+vLLM is not installed by CI: ``pip install --no-deps vllm==0.32.0`` and what it imports (uvloop and xgrammar among it), then this file.
+"""
 
 import subprocess
 import sys
