@@ -15,6 +15,7 @@ mod units;
 use std::ops::Range;
 
 use crate::chain::{Interface, Model, Setup, Shape, Tensor};
+use crate::graph::ops::rotary::Turns;
 use crate::graph::{Builder, Unit};
 use crate::kernels::Kernels;
 use crate::models::{ConfigError, few, positive, product};
@@ -77,6 +78,8 @@ impl GptConfig {
 #[derive(Debug, Clone)]
 pub struct Gpt {
     config: GptConfig,
+    /// Of a Llama.
+    turns: Option<Turns>,
 }
 
 impl Gpt {
@@ -136,7 +139,11 @@ impl Gpt {
                 "use 0 or more, and less than 1",
             ));
         }
-        Ok(Self { config })
+        let turns = match config.family {
+            Family::Gpt2 => None,
+            Family::Llama { rotary, .. } => Some(rotary.turns(config.width / config.heads, config.context)),
+        };
+        Ok(Self { config, turns })
     }
 
     pub fn config(&self) -> &GptConfig {
@@ -171,7 +178,7 @@ impl Gpt {
         let mut parameters = Parameters::new::<K::Real>(&setup.place);
         let last = self.config.layers + 1;
         let mut unit = |unit: usize| {
-            let units = Units::reading(&self.config, rows, Builder::new(setup.team(), &mut parameters));
+            let units = Units::reading(self, rows, Builder::new(setup.team(), &mut parameters));
             let graph = match unit {
                 0 => units.embed(),
                 unit if unit < last => units.block(unit - 1),
@@ -230,7 +237,7 @@ impl<K: Kernels> Model<K> for Gpt {
     }
 
     fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Unit<K> {
-        let units = Units::new(&self.config, setup, Builder::new(setup.team(), parameters));
+        let units = Units::new(self, setup, Builder::new(setup.team(), parameters));
         let graph = match unit {
             0 => units.embed(),
             unit if unit <= self.config.layers => units.block(unit - 1),

@@ -1,5 +1,8 @@
 //! Angles of rotary positions.
 
+use std::sync::{Arc, LazyLock};
+
+use crate::graph::ops::rotary::Turns;
 use crate::kernels::Rotary;
 use crate::models::ConfigError;
 
@@ -65,8 +68,12 @@ impl RotaryConfig {
             .collect()
     }
 
-    /// For all positions of a sample.
-    pub fn table(&self, head_dim: usize, positions: usize) -> Rotary {
+    /// For all positions of a sample, once somebody asks.
+    pub(super) fn turns(self, head_dim: usize, positions: usize) -> Turns {
+        Arc::new(LazyLock::new(Box::new(move || self.table(head_dim, positions))))
+    }
+
+    fn table(&self, head_dim: usize, positions: usize) -> Rotary {
         let frequencies = self.frequencies(head_dim);
         let angles = || (0..positions).flat_map(|p| frequencies.iter().map(move |f| p as f64 * f));
         let (cosines, sines) = (angles().map(f64::cos).collect(), angles().map(f64::sin).collect());

@@ -1,13 +1,11 @@
 //! The units of a decoder: embedding, blocks, head.
 
-use std::sync::Arc;
-
-use super::rotary::RotaryConfig;
-use super::{DEVIATION, Family, GptConfig};
+use super::{DEVIATION, Family, Gpt, GptConfig};
 use crate::chain::Setup;
 use crate::graph::ops::attention::AttentionSpec;
 use crate::graph::ops::linear::{LinearSpec, Parallel, TableSpec};
 use crate::graph::ops::norm::NormSpec;
+use crate::graph::ops::rotary::Turns;
 use crate::graph::{Builder, Lie, Site, Spread, Val};
 use crate::kernels::{Activation, Kernels};
 use crate::models::branch::{Attend, FeedForward, TP, attend, feed_forward};
@@ -22,20 +20,23 @@ pub(super) struct Units<'a, 's, 'p, K: Kernels> {
     pub trunk: Lie,
     /// Rows of a sample that are looked at together: all of them, unless it is read a piece at a time.
     pub queries: usize,
+    turns: Option<&'a Turns>,
 }
 
 impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
-    pub fn new(config: &'a GptConfig, setup: &Setup, b: Builder<'s, 'p, K>) -> Self {
+    pub fn new(gpt: &'a Gpt, setup: &Setup, b: Builder<'s, 'p, K>) -> Self {
+        let Gpt { config, turns } = gpt;
         let rows = setup.own_samples().len() * config.context;
         let whole = b.team.whole();
         let trunk = if setup.sequence_parallel { whole.along(TP, Spread::Rows) } else { whole };
-        Self { config, b, rows, trunk, queries: config.context }
+        Self { config, b, rows, trunk, queries: config.context, turns: turns.as_ref() }
     }
 
     /// To read so many rows of one sample, behind others or not.
-    pub fn reading(config: &'a GptConfig, rows: usize, b: Builder<'s, 'p, K>) -> Self {
+    pub fn reading(gpt: &'a Gpt, rows: usize, b: Builder<'s, 'p, K>) -> Self {
+        let Gpt { config, turns } = gpt;
         let trunk = b.team.whole();
-        Self { config, b, rows, trunk, queries: rows }
+        Self { config, b, rows, trunk, queries: rows, turns: turns.as_ref() }
     }
 
     /// Tokens and positions, looked up. The table of tokens is split over the vocabulary.
@@ -54,13 +55,13 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
 
     /// A block: attention and a feed-forward map, one behind the other.
     pub fn block(self, layer: usize) -> Builder<'s, 'p, K> {
-        match self.config.family.clone() {
+        match self.config.family {
             Family::Gpt2 => self.gpt2_block(layer),
-            Family::Llama { kv_heads, rotary } => self.llama_block(layer, kv_heads, &rotary),
+            Family::Llama { kv_heads, .. } => self.llama_block(layer, kv_heads),
         }
     }
 
-    fn llama_block(mut self, layer: usize, kv_heads: usize, rotary: &RotaryConfig) -> Builder<'s, 'p, K> {
+    fn llama_block(mut self, layer: usize, kv_heads: usize) -> Builder<'s, 'p, K> {
         let name = |rest: &str| format!("model.layers.{layer}.{rest}");
         let config = self.config;
         let (width, site) = ([config.width], 1 + 3 * layer as u32);
@@ -72,8 +73,8 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
         let q = self.map(normed, &name("self_attn.q_proj"), &width, &asks, COLUMNS, true);
         let k = self.map(normed, &name("self_attn.k_proj"), &width, &asked, COLUMNS, true);
         let v = self.map(normed, &name("self_attn.v_proj"), &width, &asked, COLUMNS, true);
-        let turns = Arc::new(rotary.table(head_dim, config.context));
-        let (q, k) = (self.b.rotate(q, &turns), self.b.rotate(k, &turns));
+        let turns = self.turns.as_ref().expect("a Llama turns its heads");
+        let (q, k) = (self.b.rotate(q, turns), self.b.rotate(k, turns));
         let attention = AttentionSpec {
             axis: TP,
             layer,
