@@ -9,9 +9,8 @@ use std::sync::Arc;
 use common::{Scratch, crossmesh, ok, refused};
 use crossmesh_core::id::Rank;
 use crossmesh_train::chain::{Chain, Setup};
-use crossmesh_train::checkpoint::{
-    Facts, Moments, OptimizerFacts, Sharding, Snapshot, StageState, Store, hf,
-};
+use crossmesh_train::checkpoint::{Facts, Moments, OptimizerFacts, Snapshot, StageState, Store, hf};
+use crossmesh_train::deal::Share;
 use crossmesh_train::group::in_process;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
@@ -31,10 +30,9 @@ fn saved(folder: &Path) -> PathBuf {
         let (cpu, group) = (Arc::new(Cpu::<f32>::new(1)), Arc::clone(&groups[position]));
         let chain = Chain::new(&model, 0..3, cpu, group, setup).unwrap();
         let values = &initial::<f32>(chain.parameters(), place.coord(), 1);
-        let (shard, sharding) = (0..values.len(), Sharding::Replicated);
-        let moments = Moments { names: &["momentum"], values: vec![&values[..]], shard, sharding };
-        let (parameters, elsewhere) = (chain.parameters(), &[][..]);
-        let state = StageState { parameters, place: &place, values, moments, elsewhere };
+        let share = Share::whole(values.len());
+        let moments = Moments { names: &["momentum"], values: vec![&values[..]], share };
+        let state = StageState { moments, ..StageState::of_weights(chain.parameters(), &place, values) };
         store.write(Snapshot::take(7, Rank(position as u32), &[state]).unwrap()).report()
     };
     let optimizer = OptimizerFacts { kind: "sgd".into(), steps: 7, moments: vec!["momentum".into()] };

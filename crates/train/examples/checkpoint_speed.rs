@@ -15,8 +15,9 @@ use std::time::Instant;
 
 use crossmesh_core::id::Rank;
 use crossmesh_train::checkpoint::{
-    Checkpoint, Convert, Facts, Moments, OptimizerFacts, Sharding, Snapshot, StageState, StageTarget, Store,
+    Checkpoint, Convert, Facts, Moments, OptimizerFacts, Snapshot, StageState, StageTarget, Store,
 };
+use crossmesh_train::deal::{Deal, Share};
 use crossmesh_train::parameter::{Declaration, Init, Parameter, Parameters};
 use crossmesh_train::stage_rank::StageRank;
 
@@ -64,11 +65,11 @@ fn save(store: &Store, count: usize) -> u64 {
         let moments = Moments {
             names: NAMES,
             values: vec![&values[..], &values[..]],
-            shard: 0..values.len(),
-            sharding: Sharding::Replicated,
+            share: Share::whole(values.len()),
         };
         let (parameters, values, elsewhere) = (&parameters[..], &values[..], &[][..]);
-        let state = StageState { parameters, place: &place, values, moments, elsewhere };
+        let share = Share::whole(values.len());
+        let state = StageState { parameters, place: &place, values, share, moments, elsewhere };
         let snapshot = timed("snapshot", bytes, || Snapshot::take(1, Rank(0), &[state]).expect("a snapshot"));
         let report = timed("write beside training", bytes, || store.write(snapshot).report());
         let moments = NAMES.iter().map(|n| n.to_string()).collect();
@@ -83,17 +84,16 @@ fn save(store: &Store, count: usize) -> u64 {
 fn load(checkpoint: &Checkpoint, what: &str, place: &StageRank, count: usize, zero: bool) {
     let parameters = parameters(place, count);
     let len = parameters.last().map_or(0, |p| p.range.end);
-    let (shard, sharding) = match zero {
-        true => (place.dp().part(len), Sharding::AlongDp),
-        false => (0..len, Sharding::Replicated),
-    };
+    let axes = if zero { place.data_axes() } else { vec![] };
+    let share = Deal::new(place.clone(), &[0, len]).share(&axes);
+    let kept = share.runs.len();
     let mut values = vec![0.0f32; len];
-    let mut moments = [vec![0.0; shard.len()], vec![0.0; shard.len()]];
-    let bytes = 4 * (len + 2 * shard.len()) as u64;
+    let mut moments = [vec![0.0; kept], vec![0.0; kept]];
+    let bytes = 4 * (len + 2 * kept) as u64;
     let restored = timed(what, bytes, || {
         let values_of = moments.iter_mut().map(Vec::as_mut_slice).collect();
-        let moments = Some(Moments { names: NAMES, values: values_of, shard, sharding });
-        let target = StageTarget { parameters: &parameters, place, values: &mut values, moments };
+        let moments = Some(Moments { names: NAMES, values: values_of, share });
+        let target = StageTarget { moments, ..StageTarget::of_weights(&parameters, place, &mut values) };
         checkpoint.load(&mut [target], Convert::No).unwrap_or_else(|error| panic!("{error}"))
     });
     println!("{:44} {:8.2} of what it needs", "  read", restored.bytes_read as f64 / bytes as f64);

@@ -15,9 +15,8 @@ use std::sync::Arc;
 
 use crossmesh_core::id::Rank;
 use crossmesh_train::chain::{Chain, Flow, Setup};
-use crossmesh_train::checkpoint::{
-    Checkpoint, Convert, Facts, Moments, Sharding, Snapshot, StageState, StageTarget, Store, hf,
-};
+use crossmesh_train::checkpoint::{Checkpoint, Convert, Facts, Snapshot, StageState, StageTarget, Store, hf};
+use crossmesh_train::flat::Flat;
 use crossmesh_train::graph::{Ctx, Mode};
 use crossmesh_train::group::{Alone, Group};
 use crossmesh_train::kernels::Kernels;
@@ -48,7 +47,7 @@ fn piece(
     let mut params = vec![0.0; chain.parameters().last().map_or(0, |p| p.range.end)];
     if let Some(checkpoint) = checkpoint {
         let (parameters, place) = (chain.parameters(), &StageRank::alone());
-        let target = StageTarget { parameters, place, values: &mut params, moments: None };
+        let target = StageTarget::of_weights(parameters, place, &mut params);
         checkpoint.load(&mut [target], Convert::Yes).unwrap_or_else(|error| panic!("{error}"));
     }
     Piece { chain, params: params.into() }
@@ -65,16 +64,17 @@ fn print_logits(path: &Path, tokens: &[i32], gradients: bool) {
     let Piece { chain, params } = &mut whole;
     let (id, batch_samples) = (MicrobatchId(0), samples as u64);
     let microbatch = Microbatch { id, step: 0, first_sample: 0, batch_samples };
-    let Value::Loss(loss) = chain.evaluate(microbatch, params, inputs()).expect("a pass").remove(0) else {
+    let Value::Loss(loss) = chain.evaluate(microbatch, &mut &*params, inputs()).expect("a pass").remove(0)
+    else {
         panic!("a loss")
     };
     let logits = logits(&config, params, tokens);
     let mut grads: Vec<String> = vec![];
     if gradients {
-        chain.forward(microbatch, params, inputs()).expect("F");
-        chain.backward_input(id, params, vec![]).expect("B");
+        chain.forward(microbatch, &mut &*params, inputs()).expect("F");
+        chain.backward_input(id, &mut &*params, vec![]).expect("B");
         let mut sums: Buf = vec![0.0; params.len()].into();
-        chain.backward_weight(id, &mut sums, &mut |_, _| {}).expect("W");
+        chain.backward_weight(id, &mut &mut sums).expect("W");
         let of = |p: &Parameter| format!("\"{}\": {:?}", p.name, &sums[p.range.clone()]);
         grads = chain.parameters().iter().map(of).collect();
     }
@@ -92,7 +92,7 @@ fn logits(config: &GptConfig, params: &Buf, tokens: &[i32]) -> Vec<f32> {
         let ctx = Ctx {
             kernels: &kernels,
             groups: &groups,
-            params: Some(params),
+            params: Some(Flat::Whole(params)),
             microbatch,
             first_sample: 0,
             seed: 0,
@@ -131,9 +131,8 @@ fn new(folder: &str, sizes: &str, tied: bool) {
     };
     piece.chain.parameters().iter().for_each(|p| fill(p, &mut values[p.range.clone()]));
     let place = StageRank::alone();
-    let moments = Moments { names: &[], values: vec![], shard: 0..0, sharding: Sharding::Replicated };
     let parameters = piece.chain.parameters();
-    let state = StageState { parameters, place: &place, values: &values, moments, elsewhere: &[] };
+    let state = StageState::of_weights(parameters, &place, &values);
     let snapshot = Snapshot::take(0, Rank(0), &[state]).expect("a snapshot");
     let store = Store::new(folder, NonZeroUsize::MIN);
     let (model, run) = (hf::model_json(&config), serde_json::Value::Null);

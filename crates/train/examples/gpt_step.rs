@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossmesh_train::chain::{Chain, Setup};
+use crossmesh_train::deal::{Runs, Share};
 use crossmesh_train::group::Alone;
 use crossmesh_train::kernels::Kernels;
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
@@ -45,7 +46,8 @@ impl Trainer {
         let chain = Chain::new(&model, units, Arc::clone(&cpu), Arc::new(Alone), setup).expect("a stage");
         let params: HostBuf<f32> = initial(chain.parameters(), &[0, 0], 1).into();
         let grads = vec![0.0; params.len()].into();
-        let optimizer = Optimizer::new(&*cpu, OptimizerConfig::ADAMW, chain.parameters(), 0..params.len());
+        let optimizer =
+            Optimizer::new(&*cpu, OptimizerConfig::ADAMW, chain.parameters(), Share::whole(params.len()));
         Self { config, samples, cpu, chain, params, grads, optimizer, step: 0 }
     }
 
@@ -71,19 +73,18 @@ impl Trainer {
             seconds.insert(name, now.duration_since(last).as_secs_f64());
             last = now;
         };
-        let outputs = self.chain.forward(microbatch, &self.params, inputs).expect("forward");
+        let outputs = self.chain.forward(microbatch, &mut &self.params, inputs).expect("forward");
         lap("forward");
-        self.chain.backward_input(id, &self.params, vec![]).expect("B");
+        self.chain.backward_input(id, &mut &self.params, vec![]).expect("B");
         lap("B");
         let len = self.grads.len();
         self.cpu.fill(0.0, (&mut self.grads).into(), len);
-        self.chain.backward_weight(id, &mut self.grads, &mut |_, _| {}).expect("W");
+        self.chain.backward_weight(id, &mut &mut self.grads).expect("W");
         lap("W");
-        let all = 0..len;
-        let norm =
-            norm_piece(&*self.cpu, self.chain.parameters(), &StageRank::alone(), &all, &self.grads, &[]);
+        let (alone, all) = (StageRank::alone(), Runs::whole(len));
+        let norm = norm_piece(&*self.cpu, self.chain.parameters(), &alone, &all, (&self.grads, &all), &[]);
         let numbers = StepNumbers { learning_rate: 1e-4, grad_scale: clip_scale(norm, 1.0) };
-        self.optimizer.step(&*self.cpu, numbers, (&mut self.params).into(), (&self.grads).into());
+        self.optimizer.step(&*self.cpu, numbers, (&mut self.params, &all), (&self.grads, &all));
         lap("optimizer");
         self.step += 1;
         let [Value::Loss(loss)] = outputs[..] else { panic!("one loss, not {outputs:?}") };

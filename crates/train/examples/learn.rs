@@ -14,6 +14,7 @@ use crossmesh_train::chain::{Chain, Model, Setup};
 use crossmesh_train::data::images::{Images, ImagesSpec};
 use crossmesh_train::data::language::{Language, LanguageSpec};
 use crossmesh_train::data::{Column, DataSet, Split, check_model};
+use crossmesh_train::deal::{Runs, Share};
 use crossmesh_train::group::Alone;
 use crossmesh_train::kernels::Kernels;
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
@@ -43,7 +44,8 @@ impl<'a> Trainer<'a> {
         let chain = Chain::new(model, units, Arc::clone(&cpu), Arc::new(Alone), setup).expect("a stage");
         let params: HostBuf<f32> = initial(chain.parameters(), &[0, 0], 1).into();
         let grads = vec![0.0; params.len()].into();
-        let optimizer = Optimizer::new(&*cpu, OptimizerConfig::ADAMW, chain.parameters(), 0..params.len());
+        let optimizer =
+            Optimizer::new(&*cpu, OptimizerConfig::ADAMW, chain.parameters(), Share::whole(params.len()));
         Self { data, samples: samples as u64, cpu, chain, params, grads, optimizer }
     }
 
@@ -63,15 +65,15 @@ impl<'a> Trainer<'a> {
     fn step(&mut self, step: u64, learning_rate: f64) -> f64 {
         let microbatch = self.microbatch(step);
         let inputs = self.inputs(step, Split::Training);
-        let outputs = self.chain.forward(microbatch, &self.params, inputs).expect("forward");
-        self.chain.backward_input(microbatch.id, &self.params, vec![]).expect("B");
-        let all = 0..self.grads.len();
+        let outputs = self.chain.forward(microbatch, &mut &self.params, inputs).expect("forward");
+        self.chain.backward_input(microbatch.id, &mut &self.params, vec![]).expect("B");
+        let all = Runs::whole(self.grads.len());
         self.cpu.fill(0.0, (&mut self.grads).into(), all.len());
-        self.chain.backward_weight(microbatch.id, &mut self.grads, &mut |_, _| {}).expect("W");
-        let norm =
-            norm_piece(&*self.cpu, self.chain.parameters(), &StageRank::alone(), &all, &self.grads, &[]);
+        self.chain.backward_weight(microbatch.id, &mut &mut self.grads).expect("W");
+        let (alone, grads) = (StageRank::alone(), (&self.grads, &all));
+        let norm = norm_piece(&*self.cpu, self.chain.parameters(), &alone, &all, grads, &[]);
         let numbers = StepNumbers { learning_rate, grad_scale: clip_scale(norm, 1.0) };
-        self.optimizer.step(&*self.cpu, numbers, (&mut self.params).into(), (&self.grads).into());
+        self.optimizer.step(&*self.cpu, numbers, (&mut self.params, &all), (&self.grads, &all));
         loss(&outputs)
     }
 
@@ -79,7 +81,7 @@ impl<'a> Trainer<'a> {
     fn validate(&mut self, batches: u64) -> f64 {
         let batch = |step: u64| {
             let inputs = self.inputs(step, Split::Validation);
-            loss(&self.chain.evaluate(self.microbatch(step), &self.params, inputs).expect("evaluate"))
+            loss(&self.chain.evaluate(self.microbatch(step), &mut &self.params, inputs).expect("evaluate"))
         };
         (0..batches).map(batch).sum::<f64>() / batches as f64
     }

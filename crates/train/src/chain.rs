@@ -17,6 +17,7 @@ use std::sync::Arc;
 use crossmesh_core::dtype::DType;
 use crossmesh_core::layout::Layout;
 
+use crate::flat::{Buckets, Flat, Gradients, Weights};
 use crate::graph::{Ctx, Elements, Frame, Item, Mode, Remembered, Team, TeamAxis, Unit};
 use crate::group::Group;
 use crate::kernels::scalar::Scalar;
@@ -175,6 +176,7 @@ pub struct Outline {
     pub inputs: Vec<Port>,
     pub outputs: Vec<Port>,
     pub parameters: Vec<Parameter>,
+    pub buckets: Buckets,
     pub activations: ActivationBytes,
 }
 
@@ -187,8 +189,8 @@ impl Outline {
     ) -> Result<Self, ConfigError> {
         let parts = Parts::new(model, range, setup)?;
         let activations = parts.activation_bytes(setup);
-        let Parts { inputs, outputs, parameters, .. } = parts;
-        Ok(Self { inputs, outputs, parameters, activations })
+        let Parts { inputs, outputs, parameters, buckets, .. } = parts;
+        Ok(Self { inputs, outputs, parameters, buckets, activations })
     }
 
     /// Elements of the flat buffers.
@@ -210,8 +212,7 @@ pub fn parameters<K: Kernels>(model: &dyn Model<K>) -> Vec<Parameter> {
 /// The units of a stage, and what follows from them.
 struct Parts<K: Kernels> {
     units: Vec<Unit<K>>,
-    /// Where the parameters of each unit begin that are its own; and where the last ones end.
-    starts: Vec<usize>,
+    buckets: Buckets,
     parameters: Vec<Parameter>,
     inputs: Vec<Port>,
     outputs: Vec<Port>,
@@ -224,12 +225,14 @@ impl<K: Kernels> Parts<K> {
         model.check(setup)?;
         assert!(range.end <= model.num_units(), "{range:?} of {} units", model.num_units());
         let mut parameters = Parameters::new::<K::Real>(&setup.place);
-        let (mut starts, mut units) = (Vec::new(), Vec::new());
+        let (mut buckets, mut units) = (Buckets::default(), Vec::new());
         for unit in range.clone() {
-            starts.push(parameters.end());
+            buckets.starts.push(parameters.end());
             units.push(model.unit(unit, setup, &mut parameters));
+            let start = buckets.starts[units.len() - 1];
+            buckets.borrowed.push(parameters.take_borrowed(start));
         }
-        starts.push(parameters.end());
+        buckets.starts.push(parameters.end());
         let (inputs, outputs) = ports(model, range);
         let port =
             |t: &Tensor| Port { name: t.name.clone(), layout: setup.layout(t, K::Real::DTYPE), role: t.role };
@@ -239,7 +242,7 @@ impl<K: Kernels> Parts<K> {
         });
         Ok(Self {
             units,
-            starts,
+            buckets,
             parameters: parameters.into_list(),
             classes: classes.collect(),
             inputs: inputs.iter().map(port).collect(),
@@ -311,7 +314,7 @@ impl<K: Kernels> Chain<K> {
         Ok(Self { kernels, groups: vec![tp], parts, setup, held: BTreeMap::new(), live: Live::default() })
     }
 
-    fn ctx<'a>(&'a self, microbatch: Microbatch, params: Option<&'a K::Buf>, mode: Mode) -> Ctx<'a, K> {
+    fn ctx<'a>(&'a self, microbatch: Microbatch, params: Option<Flat<'a, K::Buf>>, mode: Mode) -> Ctx<'a, K> {
         let first_sample = microbatch.first_sample + self.setup.own_samples().start as u64;
         Ctx {
             kernels: &self.kernels,
@@ -339,14 +342,23 @@ impl<K: Kernels> Chain<K> {
         Ok(flow)
     }
 
-    fn run(&self, ctx: &Ctx<'_, K>, flow: &mut Flow<K::Buf>) -> Result<Vec<Frame<K::Buf>>, StageError> {
-        let mut saved = Vec::with_capacity(self.parts.units.len());
-        for unit in &self.parts.units {
-            let frame = unit.forward(ctx, flow)?;
-            if ctx.mode == Mode::Train {
+    fn run(
+        &self,
+        microbatch: Microbatch,
+        weights: &mut dyn Weights<K::Buf>,
+        mode: Mode,
+        flow: &mut Flow<K::Buf>,
+    ) -> Result<Vec<Frame<K::Buf>>, StageError> {
+        let units = &self.parts.units;
+        let mut saved = Vec::with_capacity(units.len());
+        for (i, unit) in units.iter().enumerate() {
+            let params = weights.fetch(i, (i + 1 < units.len()).then_some(i + 1))?;
+            let frame = unit.forward(&self.ctx(microbatch, Some(params), mode), flow)?;
+            if mode == Mode::Train {
                 saved.push(frame);
             }
         }
+        weights.done();
         Ok(saved)
     }
 
@@ -459,10 +471,14 @@ impl<K: Kernels> Stage for Chain<K> {
         &self.parts.parameters
     }
 
+    fn buckets(&self) -> &Buckets {
+        &self.parts.buckets
+    }
+
     fn forward(
         &mut self,
         microbatch: Microbatch,
-        params: &K::Buf,
+        weights: &mut dyn Weights<K::Buf>,
         inputs: Vec<Value<K::Buf>>,
     ) -> Result<Vec<Value<K::Buf>>, StageError> {
         if self.held.contains_key(&microbatch.id) {
@@ -471,7 +487,7 @@ impl<K: Kernels> Stage for Chain<K> {
         let mut flow = self.flow(inputs)?;
         let again = self.setup.recompute == Recompute::Everything;
         let kept = again.then(|| self.copy(&flow));
-        let saved = self.run(&self.ctx(microbatch, Some(params), Mode::Train), &mut flow)?;
+        let saved = self.run(microbatch, weights, Mode::Train, &mut flow)?;
         let memory = kept.map_or(Memory::Forward(saved), Memory::Inputs);
         let outputs = self.outputs_of(&mut flow);
         self.hold(microbatch.id, Held { microbatch, memory, away: None });
@@ -481,30 +497,31 @@ impl<K: Kernels> Stage for Chain<K> {
     fn evaluate(
         &mut self,
         microbatch: Microbatch,
-        params: &K::Buf,
+        weights: &mut dyn Weights<K::Buf>,
         inputs: Vec<Value<K::Buf>>,
     ) -> Result<Vec<Value<K::Buf>>, StageError> {
         let mut flow = self.flow(inputs)?;
-        self.run(&self.ctx(microbatch, Some(params), Mode::Evaluate), &mut flow)?;
+        self.run(microbatch, weights, Mode::Evaluate, &mut flow)?;
         Ok(self.outputs_of(&mut flow))
     }
 
     fn backward_input(
         &mut self,
         id: MicrobatchId,
-        params: &K::Buf,
+        weights: &mut dyn Weights<K::Buf>,
         grads: Vec<K::Buf>,
     ) -> Result<Vec<K::Buf>, StageError> {
         let Held { microbatch, memory, .. } = self.held_for(id, "B")?;
-        let ctx = self.ctx(microbatch, Some(params), Mode::Train);
         let mut saved = match memory {
-            Memory::Inputs(mut flow) => self.run(&ctx, &mut flow)?,
+            Memory::Inputs(mut flow) => self.run(microbatch, weights, Mode::Train, &mut flow)?,
             Memory::Forward(saved) | Memory::Backward(saved) => saved,
         };
         let mut flow = self.grads_flow(grads)?;
-        for (unit, saved) in self.parts.units.iter().zip(&mut saved).rev() {
-            unit.backward_input(&ctx, &mut flow, saved)?;
+        for (i, (unit, saved)) in self.parts.units.iter().zip(&mut saved).enumerate().rev() {
+            let params = weights.fetch(i, i.checked_sub(1))?;
+            unit.backward_input(&self.ctx(microbatch, Some(params), Mode::Train), &mut flow, saved)?;
         }
+        weights.done();
         let activations = self.parts.inputs.iter().filter(|p| p.role == Role::Activation);
         let grads = activations.map(|p| flow.take_real(&p.name)).collect();
         self.hold(id, Held { microbatch, memory: Memory::Backward(saved), away: None });
@@ -514,16 +531,15 @@ impl<K: Kernels> Stage for Chain<K> {
     fn backward_weight(
         &mut self,
         id: MicrobatchId,
-        grads: &mut K::Buf,
-        ready: &mut dyn FnMut(&mut K::Buf, Range<usize>),
+        grads: &mut dyn Gradients<K::Buf>,
     ) -> Result<(), StageError> {
         let Held { microbatch, memory, .. } = self.held_for(id, "W")?;
         let Memory::Backward(mut saved) = memory else { unreachable!("held_for checked it") };
         let ctx = self.ctx(microbatch, None, Mode::Train);
         for (i, unit) in self.parts.units.iter().enumerate().rev() {
-            unit.backward_weight(&ctx, &mut saved[i], grads)?;
+            unit.backward_weight(&ctx, &mut saved[i], &mut grads.open(i))?;
             // A tied weight belongs to the first unit that uses it, and that one comes last.
-            ready(grads, self.parts.starts[i]..self.parts.starts[i + 1]);
+            grads.close(i)?;
         }
         self.look();
         Ok(())

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use crate::chain::{Flow, parameters};
 use crate::checkpoint::{Checkpoint, CheckpointError, Convert, StageTarget, hf};
+use crate::flat::Flat;
 use crate::graph::{Cache, Ctx, Mode, Unit};
 use crate::group::{Alone, Group};
 use crate::kernels::cpu::{Cpu, HostBuf};
@@ -87,8 +88,7 @@ impl<T: Scalar> Generator<T> {
         checkpoint.check_model(&parameters)?;
         let mut values = vec![T::ZERO; parameters.last().map_or(0, |p| p.range.end)];
         let place = StageRank::alone();
-        let target =
-            StageTarget { parameters: &parameters, place: &place, values: &mut values, moments: None };
+        let target = StageTarget::of_weights(&parameters, &place, &mut values);
         checkpoint.load(&mut [target], Convert::Yes)?;
         let kernels = Cpu::new(threads);
         let room = model.config().context * model.kv_width();
@@ -132,7 +132,7 @@ impl<T: Scalar> Generator<T> {
         let ctx = Ctx {
             kernels: &self.kernels,
             groups: &alone,
-            params: Some(&self.params),
+            params: Some(Flat::Whole(&self.params)),
             microbatch: Microbatch { id: MicrobatchId(0), step: 0, first_sample: 0, batch_samples: 1 },
             first_sample: 0,
             seed: 0,

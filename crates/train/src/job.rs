@@ -25,7 +25,7 @@ use crate::stage_rank::{StageRank, StageRankError};
 /// The ranks that run a device's stages together.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Team {
-    /// Axes `dp` and `tp`.
+    /// Data axes and `tp`.
     pub mesh: Mesh,
     /// By position in the mesh, row-major.
     pub ranks: Vec<Rank>,
@@ -40,8 +40,10 @@ pub struct Update {
     pub rate: Rate,
     /// The largest norm of all gradients together.
     pub clip: Option<f64>,
-    /// Whether ranks along `dp` keep a part of the optimizer's moments each (ZeRO-1).
-    pub zero: bool,
+    pub dealt: Dealt,
+    /// Whether every microbatch's gradients are summed over the data axes in the order of the ranks, wherever the sums go: then no bit of a
+    /// result depends on what is dealt out. For comparing; it sends all summands to everybody.
+    pub fixed_order: bool,
     /// Gradients are summed over `dp` in pieces of about so many bytes, as soon as they are complete.
     pub bucket_bytes: u64,
 }
@@ -50,7 +52,75 @@ impl Update {
     pub const BUCKET_BYTES: u64 = 1 << 20;
 
     pub fn new(optimizer: OptimizerConfig, rate: Rate) -> Self {
-        Self { optimizer, rate, clip: None, zero: false, bucket_bytes: Self::BUCKET_BYTES }
+        Self {
+            optimizer,
+            rate,
+            clip: None,
+            dealt: Dealt::default(),
+            fixed_order: false,
+            bucket_bytes: Self::BUCKET_BYTES,
+        }
+    }
+}
+
+/// What ranks along the data axes keep parts of, and over which of them (see [`crate::deal`]).
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Dealt {
+    /// P.
+    pub parameters: Over,
+    /// G: where it is dealt out, every microbatch's gradients are summed as soon as they are there.
+    pub gradients: Over,
+    /// O: the optimizer's moments.
+    pub states: Over,
+}
+
+impl Dealt {
+    /// ZeRO's stages: states, gradients too, parameters too.
+    pub fn zero(stage: usize) -> Self {
+        let over = |least: usize| if stage >= least { Over::All } else { Over::Nothing };
+        Self { states: over(1), gradients: over(2), parameters: over(3) }
+    }
+
+    /// Whether a rank has what its step needs: of parameters and gradients, at least what it keeps states of.
+    pub fn check(&self, place: &StageRank) -> Result<(), JobError> {
+        let axes = |over: &Over| over.axes(place);
+        let states = axes(&self.states)?;
+        for (what, over) in [("parameters", &self.parameters), ("gradients", &self.gradients)] {
+            if let Some(&lacking) = axes(over)?.iter().find(|axis| !states.contains(axis)) {
+                let (mesh, axis) =
+                    (Box::new(place.mesh().clone()), place.mesh().axes()[lacking].name.clone());
+                return Err(JobError::Dealt { what, axis, mesh });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Some of a mesh's data axes.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Over {
+    #[default]
+    Nothing,
+    All,
+    Axes(Vec<String>),
+}
+
+impl Over {
+    /// By their places in a rank's mesh.
+    pub fn axes(&self, place: &StageRank) -> Result<Vec<usize>, JobError> {
+        let data = place.data_axes();
+        match self {
+            Over::Nothing => Ok(vec![]),
+            Over::All => Ok(data),
+            Over::Axes(names) => {
+                let known = |name: &String| place.mesh().axis_index(name).filter(|axis| data.contains(axis));
+                if let Some(axis) = names.iter().find(|name| known(name).is_none()) {
+                    let mesh = Box::new(place.mesh().clone());
+                    return Err(JobError::NoAxis { axis: axis.clone(), mesh });
+                }
+                Ok(data.into_iter().filter(|&i| names.contains(&place.mesh().axes()[i].name)).collect())
+            }
+        }
     }
 }
 
@@ -87,6 +157,12 @@ pub enum JobError {
     Count { what: &'static str, given: usize, wanted: usize },
     #[error("the mesh {mesh} of {device} has {len} positions and {ranks} ranks")]
     Ranks { device: DeviceId, mesh: Box<Mesh>, len: usize, ranks: usize },
+    #[error(
+        "{what} are dealt out over `{axis}` of {mesh}, and the optimizer's states are not\nhint: a rank updates what it keeps states of, so deal states out over `{axis}` too"
+    )]
+    Dealt { what: &'static str, axis: String, mesh: Box<Mesh> },
+    #[error("mesh {mesh} has no data axis `{axis}`\nhint: data axes are `dp`, or `dpo` and `dpi`")]
+    NoAxis { axis: String, mesh: Box<Mesh> },
     #[error("{stage} has the units {units:?}, and the one before it ends at {wanted}")]
     Gap { stage: StageId, units: Range<usize>, wanted: usize },
     #[error(
@@ -155,7 +231,7 @@ impl Job {
             if len != ranks {
                 return Err(JobError::Ranks { device, mesh: Box::new(team.mesh.clone()), len, ranks });
             }
-            self.place(device, 0)?;
+            self.update.dealt.check(&self.place(device, 0)?)?;
         }
         let mut next = 0;
         for (stage, units) in placement.stages().zip(&self.stages) {

@@ -4,6 +4,7 @@
 //! kernels     what a device can do: one trait, buffers nobody looks into
 //! graph       layers as graphs of ops: their passes, what is kept and what ranks say to each other follow
 //! chain       units of a model in a row are a stage
+//! flat, deal  weights as passes see them; and dealt out over the ranks that hold the same
 //! models      GPT, the U-Transformer
 //! stage       THE SEAM: passes over buffers with names and layouts, parameters, bytes
 //! config      from TOML to a job
@@ -18,10 +19,13 @@
 //!
 //! What is above the seam (the last three) knows no model; what is below knows no network.
 
+mod boxes;
 pub mod chain;
 pub mod checkpoint;
 pub mod config;
 pub mod data;
+pub mod deal;
+pub mod flat;
 pub mod generate;
 pub mod graph;
 pub mod group;

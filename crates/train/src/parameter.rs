@@ -13,7 +13,10 @@
 use std::ops::Range;
 
 use crossmesh_core::layout::Layout;
+use crossmesh_core::region::Region;
 
+use crate::boxes::of_run;
+use crate::deal::Runs;
 use crate::kernels::random::Stream;
 use crate::kernels::scalar::Scalar;
 use crate::stage_rank::{StageRank, shard_dims};
@@ -42,16 +45,20 @@ pub struct Parameter {
 }
 
 impl Parameter {
-    /// Fills this rank's shard.
-    pub fn initialize<T: Scalar>(&self, coord: &[u32], seed: u64, shard: &mut [T]) {
+    /// Fills a run of this rank's shard.
+    pub fn initialize<T: Scalar>(&self, coord: &[u32], seed: u64, run: Range<usize>, values: &mut [T]) {
         match self.init {
-            Init::Zeros => shard.fill(T::ZERO),
-            Init::Ones => shard.fill(T::ONE),
+            Init::Zeros => values.fill(T::ZERO),
+            Init::Ones => values.fill(T::ONE),
             Init::Normal { deviation } => {
                 let stream = Stream::named(seed, &self.name);
-                let indices = shard_indices(&self.layout, coord);
-                for (out, index) in shard.iter_mut().zip(indices) {
-                    *out = T::from_f64(deviation * stream.normal(index));
+                let boxes = of_run(&self.layout, coord, &(run.start as u64..run.end as u64));
+                let mut values = values.iter_mut();
+                for region in boxes {
+                    each_index(self.layout.shape(), &region, |index| {
+                        let value = values.next().expect("a run is as long as its boxes");
+                        *value = T::from_f64(deviation * stream.normal(index));
+                    });
                 }
             }
         }
@@ -60,11 +67,19 @@ impl Parameter {
 
 /// All of a rank's parameters, initialized.
 pub fn initial<T: Scalar>(parameters: &[Parameter], coord: &[u32], seed: u64) -> Vec<T> {
-    let mut flat = vec![T::ZERO; parameters.last().map_or(0, |p| p.range.end)];
-    for parameter in parameters {
-        parameter.initialize(coord, seed, &mut flat[parameter.range.clone()]);
+    initial_runs(parameters, coord, seed, &Runs::whole(parameters.last().map_or(0, |p| p.range.end)))
+}
+
+/// Some runs of them.
+pub fn initial_runs<T: Scalar>(parameters: &[Parameter], coord: &[u32], seed: u64, runs: &Runs) -> Vec<T> {
+    let mut kept = vec![T::ZERO; runs.len()];
+    for p in parameters {
+        for (run, at) in runs.within(&p.range) {
+            let of_shard = run.start - p.range.start..run.end - p.range.start;
+            p.initialize(coord, seed, of_shard, &mut kept[at..at + run.len()]);
+        }
     }
-    flat
+    kept
 }
 
 /// The index in the whole tensor of every element of a rank's shard, in the shard's order.
@@ -72,20 +87,25 @@ pub fn shard_indices(layout: &Layout, coord: &[u32]) -> Vec<u64> {
     let shape = layout.shape();
     let mut indices = Vec::new();
     for region in layout.shard_at(coord) {
-        let spans = region.spans();
-        let mut at: Vec<u64> = spans.iter().map(|s| s.start).collect();
-        for _ in 0..region.volume() {
-            indices.push(at.iter().zip(shape).fold(0, |index, (i, len)| index * len + i));
-            for dim in (0..at.len()).rev() {
-                at[dim] += 1;
-                if at[dim] < spans[dim].end {
-                    break;
-                }
-                at[dim] = spans[dim].start;
-            }
-        }
+        each_index(shape, &region, |index| indices.push(index));
     }
     indices
+}
+
+/// The index in the whole tensor of every element of a box, row-major.
+fn each_index(shape: &[u64], region: &Region, mut f: impl FnMut(u64)) {
+    let spans = region.spans();
+    let mut at: Vec<u64> = spans.iter().map(|s| s.start).collect();
+    for _ in 0..region.volume() {
+        f(at.iter().zip(shape).fold(0, |index, (i, len)| index * len + i));
+        for dim in (0..at.len()).rev() {
+            at[dim] += 1;
+            if at[dim] < spans[dim].end {
+                break;
+            }
+            at[dim] = spans[dim].start;
+        }
+    }
 }
 
 /// Where a rank's shard of a weight lies, and its dims.
@@ -126,11 +146,13 @@ pub struct Parameters<'a> {
     list: Vec<Parameter>,
     /// Where they are in it: a model of thousands of layers has many.
     by_name: std::collections::BTreeMap<String, usize>,
+    /// Declared again, since somebody asked.
+    again: Vec<Range<usize>>,
 }
 
 impl<'a> Parameters<'a> {
     pub fn new<T: Scalar>(place: &'a StageRank) -> Self {
-        Self { place, dtype: T::DTYPE, list: Vec::new(), by_name: Default::default() }
+        Self { place, dtype: T::DTYPE, list: Vec::new(), by_name: Default::default(), again: vec![] }
     }
 
     /// A new weight behind the others; or the one of this name, if there is one already.
@@ -140,6 +162,7 @@ impl<'a> Parameters<'a> {
         let dims = shard_dims(&layout, self.place.coord());
         if let Some(known) = self.by_name.get(&name).map(|at| &self.list[*at]) {
             assert_eq!(known.layout, layout, "{name} is declared twice, with different layouts");
+            self.again.push(known.range.clone());
             return Weight { start: known.range.start, dims };
         }
         let start = self.end();
@@ -149,6 +172,15 @@ impl<'a> Parameters<'a> {
         self.by_name.insert(name.clone(), self.list.len());
         self.list.push(Parameter { name, layout, grad, range, init, decay });
         weight
+    }
+
+    /// Weights before `start` that were declared again since the last call.
+    pub fn take_borrowed(&mut self, start: usize) -> Vec<Range<usize>> {
+        let mut borrowed = std::mem::take(&mut self.again);
+        borrowed.retain(|range| range.start < start);
+        borrowed.sort_by_key(|range| range.start);
+        borrowed.dedup();
+        borrowed
     }
 
     /// Elements so far.

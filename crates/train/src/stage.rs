@@ -11,14 +11,14 @@
 //!
 //! Inputs and outputs are [`Port`]s: tensors with names and layouts over the stage's mesh. [`connect`] finds out which output feeds
 //! which input, skip tensors across several stages included, so that a runtime can put a reshard plan on every edge without
-//! knowing what flows there. The runtime owns parameters and gradients (two flat buffers, [`Parameter`] says what lies
-//! where); the stage owns what it has to remember of a microbatch, and says beforehand how many bytes that will be.
+//! knowing what flows there. The runtime owns parameters and gradients (flat buffers, of which [`Parameter`] says what lies
+//! where; how much of them is there, [`Weights`] and [`Gradients`] know); the stage owns what it has to remember of a microbatch, and says beforehand how many bytes that will be.
 
 use std::fmt;
-use std::ops::Range;
 
 use crossmesh_core::layout::Layout;
 
+use crate::flat::{Buckets, Gradients, Weights};
 use crate::group::GroupError;
 use crate::kernels::Buffer;
 use crate::parameter::Parameter;
@@ -118,12 +118,14 @@ pub trait Stage: Send {
     fn outputs(&self) -> &[Port];
     /// What lies where in the flat buffers of parameters and gradients, in ascending order.
     fn parameters(&self) -> &[Parameter];
+    /// Which of them each unit uses.
+    fn buckets(&self) -> &Buckets;
 
     /// Runs a microbatch forward, and remembers it.
     fn forward(
         &mut self,
         microbatch: Microbatch,
-        params: &Self::Buf,
+        weights: &mut dyn Weights<Self::Buf>,
         inputs: Vec<Value<Self::Buf>>,
     ) -> Result<Vec<Value<Self::Buf>>, StageError>;
 
@@ -131,7 +133,7 @@ pub trait Stage: Send {
     fn evaluate(
         &mut self,
         microbatch: Microbatch,
-        params: &Self::Buf,
+        weights: &mut dyn Weights<Self::Buf>,
         inputs: Vec<Value<Self::Buf>>,
     ) -> Result<Vec<Value<Self::Buf>>, StageError>;
 
@@ -139,18 +141,16 @@ pub trait Stage: Send {
     fn backward_input(
         &mut self,
         id: MicrobatchId,
-        params: &Self::Buf,
+        weights: &mut dyn Weights<Self::Buf>,
         grads: Vec<Self::Buf>,
     ) -> Result<Vec<Self::Buf>, StageError>;
 
-    /// W: adds a microbatch's gradients of the weights to `grads`, then forgets it. Calls `ready` with runs of the flat
-    /// buffer to which this call adds nothing more, so that they can be sent while the rest is computed; every
-    /// parameter is in one of them.
+    /// W: adds a microbatch's gradients of the weights to `grads`, then forgets it. Closes every unit's as soon as nothing more is added to
+    /// them, so that they can be sent while the rest is computed.
     fn backward_weight(
         &mut self,
         id: MicrobatchId,
-        grads: &mut Self::Buf,
-        ready: &mut dyn FnMut(&mut Self::Buf, Range<usize>),
+        grads: &mut dyn Gradients<Self::Buf>,
     ) -> Result<(), StageError>;
 
     /// Evict: puts what it remembers of a microbatch into bytes, [`ActivationBytes::after_forward`] of them, and forgets all but that they

@@ -1,7 +1,8 @@
 //! Where a rank stands in its stage's mesh, and the layouts that follow from it.
 //!
-//! A stage's mesh has up to two axes: `dp` splits the samples of a microbatch, `tp` splits weights. Everything a stage holds or hands
-//! over is described by a [`Layout`] over that mesh, so that whoever moves it needs to know nothing else.
+//! A stage's mesh has data axes, over which the samples of a microbatch are split (`dp`; or `dpo` and `dpi`, where gradients or weights are to be dealt
+//! out over one of them alone), and `tp`, which splits weights. Everything a stage holds or hands over is described by a [`Layout`] over that mesh,
+//! so that whoever moves it needs to know nothing else.
 
 use std::ops::Range;
 
@@ -13,7 +14,7 @@ use crossmesh_core::mesh::Mesh;
 #[derive(Debug, thiserror::Error)]
 pub enum StageRankError {
     #[error(
-        "mesh {mesh} has an axis `{axis}`\nhint: a stage's mesh has the axes `dp` and `tp`, or one of them"
+        "mesh {mesh} has an axis `{axis}`\nhint: a stage's mesh has the axes `dp` (or `dpo` and `dpi`) and `tp`, or some of them"
     )]
     Axis { mesh: Mesh, axis: String },
     #[error("mesh {mesh} has {len} ranks, so there is no position {position}")]
@@ -35,6 +36,9 @@ impl Along {
     }
 }
 
+/// The axes over which samples are split, however a mesh orders them.
+pub const DATA_AXES: [&str; 3] = ["dp", "dpo", "dpi"];
+
 /// A rank of a stage.
 #[derive(Debug, Clone)]
 pub struct StageRank {
@@ -45,13 +49,15 @@ pub struct StageRank {
 impl StageRank {
     /// The rank at `position` of a mesh, row-major.
     pub fn new(mesh: Mesh, position: usize) -> Result<Self, StageRankError> {
-        if let Some(axis) = mesh.axes().iter().find(|a| !["dp", "tp"].contains(&a.name.as_str())) {
+        if let Some(axis) =
+            mesh.axes().iter().find(|a| a.name != "tp" && !DATA_AXES.contains(&a.name.as_str()))
+        {
             return Err(StageRankError::Axis { axis: axis.name.clone(), mesh });
         }
         Self::over(mesh, position)
     }
 
-    /// The same for a mesh with any axes; those that are not `dp` are for the ops of a graph to share out.
+    /// The same for a mesh with any axes; those that are no data axes are for the ops of a graph to share out.
     pub fn over(mesh: Mesh, position: usize) -> Result<Self, StageRankError> {
         if position >= mesh.len() {
             return Err(StageRankError::Position { position, len: mesh.len(), mesh });
@@ -82,8 +88,31 @@ impl StageRank {
         }
     }
 
+    /// Among all ranks along the data axes, row-major.
     pub fn dp(&self) -> Along {
-        self.along("dp")
+        self.data_axes().iter().fold(Along { rank: 0, size: 1 }, |along, &axis| {
+            let len = self.mesh.axes()[axis].len as usize;
+            Along { rank: along.rank * len + self.coord[axis] as usize, size: along.size * len }
+        })
+    }
+
+    /// The data axes, by their places in the mesh.
+    pub fn data_axes(&self) -> Vec<usize> {
+        let axes = self.mesh.axes().iter().enumerate();
+        axes.filter(|(_, a)| DATA_AXES.contains(&a.name.as_str())).map(|(i, _)| i).collect()
+    }
+
+    /// Where the ranks stand that differ from this one along some axes only, itself among them, in the mesh's order.
+    pub fn others(&self, axes: &[usize]) -> Vec<Vec<u32>> {
+        let alike =
+            |coord: &Vec<u32>| (0..coord.len()).all(|i| axes.contains(&i) || coord[i] == self.coord[i]);
+        (0..self.mesh.len()).map(|position| self.mesh.coord(position)).filter(alike).collect()
+    }
+
+    /// The data axes in a layout's words: `dp`, or `dpo+dpi`.
+    fn data(&self) -> String {
+        let names: Vec<&str> = self.data_axes().iter().map(|&i| self.mesh.axes()[i].name.as_str()).collect();
+        names.join("+")
     }
 
     pub fn tp(&self) -> Along {
@@ -101,7 +130,8 @@ impl StageRank {
     /// every rank along the axis that shares them out too.
     pub fn grad_layout(&self, weights: &Layout, rows_over: Option<&str>) -> Layout {
         let long = |axis: &&str| self.along(axis).size > 1;
-        let axes: Vec<&str> = ["dp"].into_iter().chain(rows_over).filter(long).collect();
+        let data = self.data();
+        let axes: Vec<&str> = data.split('+').chain(rows_over).filter(long).collect();
         if axes.is_empty() {
             return weights.clone();
         }
@@ -113,7 +143,8 @@ impl StageRank {
     /// A tensor of one entry a sample: `[samples, dims..]`, samples split over `dp`.
     pub fn sample_layout(&self, dtype: DType, samples: usize, dims: &[usize]) -> Layout {
         let shape: Vec<usize> = [samples].iter().chain(dims).copied().collect();
-        let splits: Vec<&str> = ["dp"].into_iter().chain(dims.iter().map(|_| "_")).collect();
+        let data = self.data();
+        let splits: Vec<&str> = [&data[..]].into_iter().chain(dims.iter().map(|_| "_")).collect();
         self.layout(dtype, &shape, &self.known(&splits), "")
     }
 
@@ -127,8 +158,9 @@ impl StageRank {
         cols: usize,
         sequence_parallel: bool,
     ) -> Layout {
-        let axes = if sequence_parallel { "dp+tp" } else { "dp" };
-        let mut split = self.known(&[axes]).remove(0);
+        let data = self.data();
+        let axes = if sequence_parallel { format!("{data}+tp") } else { data };
+        let mut split = self.known(&[&axes]).remove(0);
         if !samples.is_multiple_of(self.dp().size) {
             // Chunks of rows would cut samples in two.
             let cuts = self.row_cuts(samples, rows, sequence_parallel);
@@ -153,8 +185,11 @@ impl StageRank {
 
     /// A number that the ranks along `dp` add up.
     pub fn loss_layout(&self) -> Layout {
-        let partial = if self.dp().size > 1 { "| sum dp" } else { "" };
-        self.layout(DType::F64, &[], &[], partial)
+        let long = |axis: &&str| self.along(axis).size > 1;
+        let data = self.data();
+        let axes: Vec<&str> = data.split('+').filter(long).collect();
+        let partial = if axes.is_empty() { String::new() } else { format!("| sum {}", axes.join("+")) };
+        self.layout(DType::F64, &[], &[], &partial)
     }
 
     /// The axes of a split that this mesh has, `_` where there is none.

@@ -6,6 +6,7 @@ use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::schedule::memory::peaks;
 use crossmesh_core::schedule::{Costs, Footprint, time};
 use crossmesh_train::chain::Outline;
+use crossmesh_train::job::Dealt;
 use crossmesh_train::job::Job;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::gpt::GptConfig;
@@ -134,22 +135,23 @@ fn tensor_parallel_layers_send_the_formula() {
     }
 }
 
-/// 2 P (d - 1) / d elements for all gradients, whether summed for all or dealt out and gathered again (ZeRO-1).
+/// P (d - 1) / d elements, times 2 where gradients are summed for all or dealt out and weights gathered again (ZeRO-1); times m + 1 where
+/// every microbatch's are dealt out (ZeRO-2); times 3 m where weights are gathered for its F and B too (ZeRO-3).
 #[test]
 fn data_parallel_ranks_send_the_formula() {
     let d = 2;
     let case = |zero, layers| Case {
         kind: divisible(layers),
         samples: 2,
-        zero,
+        dealt: Dealt::zero(zero),
         bucket_bytes: u64::MAX,
         ..Case::gpt("gpipe", &["A{dp:2}"])
     };
-    let (h, f) = (24u64, 48);
+    let (h, f, m) = (24u64, 48, u64::from(case(0, 1).microbatches));
     let block = 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h;
-    for zero in [false, true] {
+    for (zero, times) in [(0, 2), (1, 2), (2, m + 1), (3, 3 * m)] {
         let (one, two) = (sent(&case(zero, 1)), sent(&case(zero, 2)));
-        let wanted = 2 * block * (d - 1) / d * size_of::<f64>() as u64;
+        let wanted = times * block * (d - 1) / d * size_of::<f64>() as u64;
         assert!(one.iter().zip(two).all(|(a, b)| b - a == wanted), "ZeRO {zero}: {one:?}, {wanted}");
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crossmesh_core::id::Rank;
 use crossmesh_train::chain::{Chain, Setup};
-use crossmesh_train::checkpoint::{Checkpoint, Facts, Moments, Sharding, Snapshot, StageState, Store, hf};
+use crossmesh_train::checkpoint::{Checkpoint, Facts, Snapshot, StageState, Store, hf};
 use crossmesh_train::generate::{Generator, Sampling};
 use crossmesh_train::group::Alone;
 use crossmesh_train::kernels::cpu::Cpu;
@@ -47,9 +47,8 @@ impl Slow {
 
     fn save(&self, folder: &Path) -> Checkpoint {
         let (place, store) = (StageRank::alone(), Store::new(folder, NonZeroUsize::MIN));
-        let moments = Moments { names: &[], values: vec![], shard: 0..0, sharding: Sharding::Replicated };
         let (parameters, values) = (&self.parameters, &self.values);
-        let state = StageState { parameters, place: &place, values, moments, elsewhere: &[] };
+        let state = StageState::of_weights(parameters, &place, values);
         let snapshot = Snapshot::take(0, Rank(0), &[state]).unwrap();
         let (model, run) = (hf::model_json(&self.config), serde_json::Value::Null);
         let facts = Facts { step: 0, samples: 0, seed: 1, model, run, optimizer: None };
@@ -69,7 +68,7 @@ impl Slow {
         // The body has the first parameters, and a tied head no further table.
         let held = self.body.parameters().last().unwrap().range.end;
         let params = self.values[..held].to_vec().into();
-        let out = self.body.evaluate(microbatch, &params, vec![Value::Ids(ids)]).unwrap().remove(0);
+        let out = self.body.evaluate(microbatch, &mut &params, vec![Value::Ids(ids)]).unwrap().remove(0);
         let Value::Real(h) = out else { panic!("a hidden state") };
         let row = &h[(tokens.len() - 1) * width..tokens.len() * width];
         let llama = self.config.family != Family::Gpt2;

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use common::{Job, Outcome, Single, StageSpec, Whole, assert_same, run};
 use crossmesh_train::chain::{Outline, Setup};
+use crossmesh_train::deal::{Runs, Share};
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
 use crossmesh_train::optim::schedule::Schedule;
@@ -206,19 +207,19 @@ fn learns_a_periodic_text() {
     let mut losses = Vec::new();
     let schedule = Schedule { peak: 0.01, warmup_steps: 5, total_steps: 60, floor: 0.001, decay_steps: None };
     let cpu = Cpu::new(1);
-    let all = 0..single.params.len();
+    let all = Runs::whole(single.params.len());
     let parameters = single.chain.parameters().to_vec();
-    let mut optimizer = Optimizer::new(&cpu, OptimizerConfig::ADAMW, &parameters, all.clone());
+    let mut optimizer = Optimizer::new(&cpu, OptimizerConfig::ADAMW, &parameters, Share::whole(all.len()));
     for step in 0..60 {
         let start = step as usize;
         let data = BTreeMap::from([("tokens".into(), text(start)), ("targets".into(), text(start + 1))]);
         losses.push(single.loss(samples, &data));
         single.chain.forget(MicrobatchId(0));
         let grads = HostBuf::from(single.gradients(samples, &data));
-        let norm = norm_piece(&cpu, &parameters, &StageRank::alone(), &all, &grads, &[]);
+        let norm = norm_piece(&cpu, &parameters, &StageRank::alone(), &all, (&grads, &all), &[]);
         let grad_scale = clip_scale(norm, 1.0);
         let numbers = StepNumbers { learning_rate: schedule.at(step), grad_scale };
-        optimizer.step(&cpu, numbers, (&mut single.params).into(), (&grads).into());
+        optimizer.step(&cpu, numbers, (&mut single.params, &all), (&grads, &all));
     }
     let (first, last) = (losses[0], *losses.last().unwrap());
     assert!((first - 11f64.ln()).abs() < 0.2, "at first every token is as likely as any: {first}");

@@ -5,6 +5,7 @@ mod grid;
 
 use crossmesh_core::schedule::Backward;
 use crossmesh_train::data::Split;
+use crossmesh_train::job::Dealt;
 use crossmesh_train::models::gpt::GptConfig;
 use crossmesh_train::models::unet::UnetConfig;
 use crossmesh_train::stage::Recompute;
@@ -68,9 +69,16 @@ fn every_schedule() {
 /// which `run` checks.
 #[test]
 fn replicas_are_bit_equal_wherever_they_lie() {
-    for (mesh, zero) in [("A{dp:4,tp:2}", false), ("A{dp:4,tp:2}", true), ("A{dp:3,tp:2}", false)] {
+    for (mesh, zero) in [
+        ("A{dp:4,tp:2}", 0),
+        ("A{dp:4,tp:2}", 1),
+        ("A{dp:4,tp:2}", 2),
+        ("A{dp:4,tp:2}", 3),
+        ("A{dp:3,tp:2}", 0),
+    ] {
         let kind = Kind::Gpt(GptConfig { tied: true, ..GptConfig::new(257, 8, 32, 2, 4) });
-        let case = Case { kind, zero, bucket_bytes: 1 << 14, ..Case::gpt("gpipe", &[mesh]) };
+        let case =
+            Case { kind, dealt: Dealt::zero(zero), bucket_bytes: 1 << 14, ..Case::gpt("gpipe", &[mesh]) };
         run::<f32>(&case, adamw(), 4);
     }
 }
@@ -124,8 +132,9 @@ fn unequal_stages() {
         for meshes in
             [&UNEQUAL[..], &["A{tp:3}", "B{dp:2}", "C{dp:1}", "D{dp:2,tp:2}"], &["A{dp:3}", "B{tp:2}"]]
         {
-            for (zero, sequence_parallel) in [(false, true), (true, false)] {
-                let case = Case { kind: kind.clone(), zero, sequence_parallel, ..Case::gpt("1f1b", meshes) };
+            for (zero, sequence_parallel) in [(0, true), (1, false), (2, false), (3, true)] {
+                let dealt = Dealt::zero(zero);
+                let case = Case { kind: kind.clone(), dealt, sequence_parallel, ..Case::gpt("1f1b", meshes) };
                 compare(&case);
             }
         }
@@ -135,9 +144,9 @@ fn unequal_stages() {
 #[test]
 fn data_parallel_and_zero() {
     for meshes in [&["A{dp:4}"][..], &["A{dp:2,tp:3}"], &["A{dp:3}", "B{dp:2,tp:2}"]] {
-        for zero in [false, true] {
+        for zero in 0..4 {
             for (clip, bucket_bytes) in [(None, 1), (Some(0.1), 1 << 20)] {
-                compare(&Case { zero, clip, bucket_bytes, ..Case::gpt("1f1b", meshes) });
+                compare(&Case { dealt: Dealt::zero(zero), clip, bucket_bytes, ..Case::gpt("1f1b", meshes) });
             }
         }
     }
@@ -178,7 +187,7 @@ fn without_overlap() {
 
 #[test]
 fn more_ranks_than_samples() {
-    compare(&Case { samples: 2, zero: true, ..Case::gpt("1f1b", &["A{dp:3}", "B{dp:4}"]) });
+    compare(&Case { samples: 2, dealt: Dealt::zero(1), ..Case::gpt("1f1b", &["A{dp:3}", "B{dp:4}"]) });
 }
 
 #[test]
@@ -207,7 +216,7 @@ fn u_transformer() {
 #[test]
 fn single_precision() {
     for (schedule, meshes) in [("1f1b", &UNEQUAL[..]), ("zbv", &["A{tp:2}", "B{dp:2}"])] {
-        compare_with::<f32>(&Case { zero: true, ..Case::gpt(schedule, meshes) }, 1, 1e-4);
+        compare_with::<f32>(&Case { dealt: Dealt::zero(1), ..Case::gpt(schedule, meshes) }, 1, 1e-4);
     }
 }
 
@@ -221,7 +230,7 @@ fn twenty_steps_print_alike() {
     let wanted = printed(&Case::gpt("1f1b", &UNEQUAL).alone());
     assert!(wanted[19] < wanted[0], "it learns: {wanted:?}");
     for (schedule, meshes) in [("eager-1f1b", &UNEQUAL[..]), ("v-half", &["A{tp:2}", "B{dp:2}"])] {
-        let case = Case { zero: true, clip: Some(1.0), ..Case::gpt(schedule, meshes) };
+        let case = Case { dealt: Dealt::zero(1), clip: Some(1.0), ..Case::gpt(schedule, meshes) };
         assert_eq!(printed(&case), printed(&case.alone()), "{case:?}");
     }
 }

@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use common::{Job, Outcome, Single, StageSpec, Whole, assert_same, run};
 use crossmesh_train::chain::{Chain, Setup};
+use crossmesh_train::deal::{Runs, Share};
 use crossmesh_train::group::Alone;
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::kernels::random::Stream;
@@ -176,14 +177,15 @@ fn learns_to_see_noise() {
     let parameters = single.chain.parameters().to_vec();
     let cpu = Cpu::new(1);
     let config = OptimizerConfig::AdamW { beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.0 };
-    let mut optimizer = Optimizer::new(&cpu, config, &parameters, 0..single.params.len());
+    let mut optimizer = Optimizer::new(&cpu, config, &parameters, Share::whole(single.params.len()));
     let mut losses = Vec::new();
     for _ in 0..60 {
         losses.push(single.loss(samples, &data));
         single.chain.forget(MicrobatchId(0));
         let grads = HostBuf::from(single.gradients(samples, &data));
         let numbers = StepNumbers { learning_rate: 0.01, grad_scale: 1.0 };
-        optimizer.step(&cpu, numbers, (&mut single.params).into(), (&grads).into());
+        let all = Runs::whole(grads.len());
+        optimizer.step(&cpu, numbers, (&mut single.params, &all), (&grads, &all));
     }
     assert!(losses.last().unwrap() * 10.0 < losses[0], "{losses:?}");
 }

@@ -12,6 +12,8 @@ use crossmesh_core::step::{Direction, StepReport};
 use crossmesh_core::units::{Bytes, Seconds};
 use crossmesh_train::chain::Outline;
 use crossmesh_train::config::Precision;
+use crossmesh_train::deal::Deal;
+use crossmesh_train::job::Over;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::optim::OptimizerConfig;
@@ -187,20 +189,24 @@ fn memory_in<T: Scalar>(training: &Training, rank: Rank) -> Result<RankMemory> {
         Ok(Outline::new(&*model, job.stages[stage.index()].clone(), &setup(job, *stage, position)?)?)
     };
     let outlines = stages.iter().map(outline).collect::<Result<Vec<_>>>()?;
-    let elements: u64 = outlines.iter().map(|o| o.num_elements() as u64).sum();
     let moments = match job.update.optimizer {
         OptimizerConfig::AdamW { .. } => 2,
         OptimizerConfig::Sgd { .. } => 1,
     };
-    let dp = job.place(device, position)?.dp().size as u64;
-    let kept = if job.update.zero { elements.div_ceil(dp) } else { elements };
+    let place = job.place(device, position)?;
+    let kept = |over: &Over| -> Result<u64> {
+        let axes = over.axes(&place)?;
+        let of = |o: &Outline| Deal::new(place.clone(), &o.buckets.starts).share(&axes).runs.len() as u64;
+        Ok(outlines.iter().map(of).sum())
+    };
+    let dealt = &job.update.dealt;
     Ok(RankMemory {
         rank: rank.0,
         host: training.topology.host(rank).0,
         stages: stages.iter().map(|s| s.0).collect(),
-        weights: elements * width,
-        gradients: elements * width,
-        optimizer: moments * kept * width,
+        weights: kept(&dealt.parameters)? * width,
+        gradients: kept(&dealt.gradients)? * width,
+        optimizer: moments * kept(&dealt.states)? * width,
         activations: activations::<T>(training, device, position)?,
         crossings: crossings(training, rank),
     })

@@ -16,8 +16,8 @@ use std::time::Duration;
 use crossmesh_comm::collectives::{CallError, Element, GroupId};
 use crossmesh_core::id::Rank;
 use crossmesh_train::checkpoint::{
-    Checkpoint, CheckpointError, Convert, Draft, Facts, Moments, OptimizerFacts, Sharding, Snapshot,
-    StageState, StageTarget, Store, Writing, hf,
+    Checkpoint, CheckpointError, Convert, Draft, Facts, Moments, OptimizerFacts, Snapshot, StageState,
+    StageTarget, Store, Writing, hf,
 };
 use crossmesh_train::config::AnyModel;
 use crossmesh_train::job::Job;
@@ -40,7 +40,6 @@ pub struct Saver {
     /// All ranks, where there are several.
     world: Option<GroupId>,
     place: StageRank,
-    sharding: Sharding,
     pending: Option<Pending>,
     /// The step of the last save that was started.
     saved: Option<u64>,
@@ -82,7 +81,6 @@ impl Saver {
             ranks,
             world,
             place: place(job, rank)?,
-            sharding: if job.update.zero { Sharding::AlongDp } else { Sharding::Replicated },
             pending: None,
             saved: None,
         })
@@ -99,16 +97,16 @@ impl Saver {
         let facts = checkpoint.facts();
         // An imported model has weights and no past.
         let past = facts.optimizer.as_ref().filter(|_| !weights_only);
-        let sharding = self.sharding;
         trainer.each_stage(|stage| -> Result<(), CheckpointError> {
-            let (names, shard) = (stage.optimizer.moment_names(), stage.optimizer.shard());
+            let (names, share) = (stage.optimizer.moment_names(), stage.optimizer.share().clone());
             let moments = stage.optimizer.resume(past.map_or(0, |o| o.steps));
             let values = moments.iter_mut().map(|m| &mut m[..]).collect();
             let target = StageTarget {
                 parameters: stage.parameters,
                 place: &self.place,
                 values: &mut stage.params[..],
-                moments: past.map(|_| Moments { names, values, shard, sharding }),
+                share: stage.share.clone(),
+                moments: past.map(|_| Moments { names, values, share }),
             };
             checkpoint.load(&mut [target], Convert::No).map(drop)
         })?;
@@ -186,11 +184,11 @@ impl Saver {
                 parameters: stage.parameters,
                 place: &self.place,
                 values: &stage.params[..],
+                share: stage.share.clone(),
                 moments: Moments {
                     names: stage.optimizer.moment_names(),
                     values: stage.optimizer.moments().iter().map(|m| &m[..]).collect(),
-                    shard: stage.optimizer.shard(),
-                    sharding: self.sharding,
+                    share: stage.optimizer.share().clone(),
                 },
                 elsewhere: &elsewhere,
             })

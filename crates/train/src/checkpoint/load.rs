@@ -14,14 +14,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crossmesh_core::dtype::DType;
 use crossmesh_core::region::Region;
 
-use super::boxes;
 use super::error::CheckpointError;
 use super::hash::{Input, hash_files};
 use super::manifest::{BoxEntry, Facts, Manifest, TensorEntry, VALUE};
@@ -30,6 +28,8 @@ use super::snapshot::fits;
 use super::state::{Convert, StageTarget};
 use super::store::MANIFEST;
 use super::tensor_file::{Header, width};
+use crate::boxes;
+use crate::deal::{Runs, Share};
 use crate::kernels::scalar::Scalar;
 use crate::parameter::Parameter;
 
@@ -122,11 +122,10 @@ impl Checkpoint {
         let mut bytes_read = 0;
         for stage in stages {
             let (parameters, coord) = (stage.parameters, stage.place.coord());
-            let all = 0..stage.values.len();
-            bytes_read += self.fill(parameters, coord, VALUE, &all, stage.values)?;
+            bytes_read += self.fill(parameters, coord, VALUE, &stage.share.runs, stage.values)?;
             let Some(moments) = stage.moments.as_mut().filter(|_| with_moments) else { continue };
             for (name, values) in moments.names.iter().zip(&mut moments.values) {
-                bytes_read += self.fill(parameters, coord, name, &moments.shard, values)?;
+                bytes_read += self.fill(parameters, coord, name, &moments.share.runs, values)?;
             }
         }
         Ok(Restored { moments: with_moments, bytes_read })
@@ -187,27 +186,24 @@ impl Checkpoint {
         })
     }
 
-    /// One state of a stage's parameters: `held` is the run of the flat buffer that `values` are.
+    /// One state of a stage's parameters: `held` are the runs of the flat buffer that `values` are.
     fn fill<T: Scalar>(
         &self,
         parameters: &[Parameter],
         coord: &[u32],
         state: &str,
-        held: &Range<usize>,
+        held: &Runs,
         values: &mut [T],
     ) -> Result<u64, CheckpointError> {
         let mut wanted = Vec::new();
         for p in parameters {
-            let (start, end) = (p.range.start.max(held.start), p.range.end.min(held.end));
-            if start >= end {
-                continue;
-            }
-            let tensor = self.shaped(&p.name, state, p.layout.shape())?;
-            let run = (start - p.range.start) as u64..(end - p.range.start) as u64;
-            let mut at = start - held.start;
-            for target in boxes::of_run(&p.layout, coord, &run) {
-                wanted.extend(meet(tensor, &target, at));
-                at += target.volume() as usize;
+            for (run, mut at) in held.within(&p.range) {
+                let tensor = self.shaped(&p.name, state, p.layout.shape())?;
+                let run = (run.start - p.range.start) as u64..(run.end - p.range.start) as u64;
+                for target in boxes::of_run(&p.layout, coord, &run) {
+                    wanted.extend(meet(tensor, &target, at));
+                    at += target.volume() as usize;
+                }
             }
         }
         self.copy(&wanted, values)
@@ -284,10 +280,10 @@ impl Checkpoint {
     fn check_moments<T>(&self, stage: &StageTarget<'_, T>) -> Result<(), CheckpointError> {
         let values = stage.values.len();
         let Some(moments) = &stage.moments else {
-            return fits(stage.parameters, values, &[], &[], &(0..0));
+            return fits(stage.parameters, values, &stage.share, &[], &[], &Share::whole(0));
         };
         let lens: Vec<usize> = moments.values.iter().map(|m| m.len()).collect();
-        fits(stage.parameters, values, moments.names, &lens, &moments.shard)?;
+        fits(stage.parameters, values, &stage.share, moments.names, &lens, &moments.share)?;
         let wanted: Vec<String> = moments.names.iter().map(|n| n.to_string()).collect();
         match &self.facts().optimizer {
             Some(o) if o.moments != wanted => {

@@ -33,7 +33,6 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("safetensors are little-endian, and numbers are written as they lie in memory");
 
-mod boxes;
 mod error;
 mod hash;
 pub mod hf;
@@ -51,6 +50,6 @@ pub use error::{CheckpointError, Fault};
 pub use load::{Checkpoint, Restored};
 pub use manifest::{BoxEntry, Facts, FileEntry, Manifest, OptimizerFacts, SCHEMA, TensorEntry, VALUE};
 pub use snapshot::{Draft, Snapshot};
-pub use state::{Convert, Moments, Sharding, StageState, StageTarget};
+pub use state::{Convert, Moments, StageState, StageTarget};
 pub use store::{MANIFEST, Store};
 pub use write::Writing;

@@ -13,49 +13,45 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::state::Sharding;
+use crate::deal::Share;
 use crate::parameter::Parameter;
 use crate::stage_rank::{Along, StageRank};
 
-/// For every parameter the run of the flat buffer that this rank writes, of the run `shard` that it holds.
+/// For every parameter the runs of the flat buffer that this rank writes, of what it keeps of it; and where each of them is kept.
 pub fn owned(
     parameters: &[Parameter],
     place: &StageRank,
-    shard: &Range<usize>,
-    sharding: Sharding,
+    share: &Share,
     elsewhere: &[&str],
-) -> Vec<Range<usize>> {
+) -> Vec<Vec<(Range<usize>, usize)>> {
     let saves = |p: &&Parameter| !elsewhere.contains(&p.name.as_str());
     let mut rows: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
     for parameter in parameters.iter().filter(saves) {
-        *rows.entry(replicas(parameter, sharding)).or_default() += parameter.range.len();
+        *rows.entry(replicas(parameter, &share.axes)).or_default() += parameter.range.len();
     }
     let mut behind: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
     let run = |parameter: &Parameter| {
-        let (axes, range) = (replicas(parameter, sharding), &parameter.range);
+        let (axes, range) = (replicas(parameter, &share.axes), &parameter.range);
         if !saves(&parameter) {
-            return range.start..range.start;
+            return vec![];
         }
         let part = along(place, &axes).part(rows[&axes]);
         let start = behind.entry(axes).or_default();
         let own = clamp(&part, &(*start..*start + range.len()));
         let own = range.start + (own.start - *start)..range.start + (own.end - *start);
         *start += range.len();
-        // Ranks along tp may have shards that end elsewhere, for their flat buffers need not be equally long: so the row is shared out
-        // first, and cut to the shard then.
-        clamp(&own, shard)
+        // Ranks along tp may have shares that end elsewhere, for their flat buffers need not be equally long: so the row is shared out
+        // first, and cut to the share then.
+        share.runs.within(&own).collect()
     };
     parameters.iter().map(run).collect()
 }
 
 /// The axes of the mesh along which ranks hold the same elements.
-fn replicas(parameter: &Parameter, sharding: Sharding) -> Vec<usize> {
+fn replicas(parameter: &Parameter, dealt: &[usize]) -> Vec<usize> {
     let splits = parameter.layout.by_axes().expect("parameters are split by axes").splits();
-    let different = |axis: usize, name: &str| {
-        splits.iter().any(|s| s.axes.contains(&axis)) || (name == "dp" && sharding == Sharding::AlongDp)
-    };
-    let axes = parameter.layout.mesh().axes().iter().enumerate();
-    axes.filter(|(i, axis)| !different(*i, &axis.name)).map(|(i, _)| i).collect()
+    let different = |axis: &usize| splits.iter().any(|s| s.axes.contains(axis)) || dealt.contains(axis);
+    (0..parameter.layout.mesh().axes().len()).filter(|axis| !different(axis)).collect()
 }
 
 /// A rank's place among all that differ from it along these axes only.

@@ -9,12 +9,13 @@ use std::ops::Range;
 
 use crossmesh_core::id::Rank;
 
-use super::boxes;
 use super::error::CheckpointError;
 use super::manifest::{FileEntry, PartTensor, RankPart, VALUE, file_name, spans_of};
 use super::owned::owned;
-use super::state::{Sharding, StageState};
+use super::state::StageState;
 use super::tensor_file::header_bytes;
+use crate::boxes;
+use crate::deal::Share;
 use crate::kernels::scalar::Scalar;
 use crate::parameter::Parameter;
 
@@ -49,18 +50,19 @@ impl<T: Scalar> Draft<T> {
     /// Copies what this rank writes of a stage.
     pub fn add(&mut self, stage: &StageState<'_, T>) -> Result<(), CheckpointError> {
         check(stage)?;
-        let all = 0..stage.values.len();
-        let mut pieces = tensors(stage, VALUE, stage.values, &all, Sharding::Replicated);
+        let mut pieces = tensors(stage, VALUE, stage.values, &stage.share);
         let moments = &stage.moments;
         for (name, values) in moments.names.iter().zip(&moments.values) {
-            pieces.extend(tensors(stage, name, values, &moments.shard, moments.sharding));
+            pieces.extend(tensors(stage, name, values, &moments.share));
         }
         let dtype = T::DTYPE.name().to_uppercase();
-        self.body.reserve_exact(pieces.iter().map(|(_, v)| size_of_val(*v)).sum());
-        for (tensor, values) in pieces {
-            self.entries.push((tensor.key.clone(), dtype.clone(), shape(&tensor, values.len())));
+        let elements: usize = pieces.iter().flat_map(|(_, runs)| runs).map(|run| run.len()).sum();
+        self.body.reserve_exact(elements * size_of::<T>());
+        for (tensor, runs) in pieces {
+            let len = runs.iter().map(|run| run.len()).sum();
+            self.entries.push((tensor.key.clone(), dtype.clone(), shape(&tensor, len)));
             self.tensors.push(tensor);
-            self.body.extend_from_slice(bytemuck::cast_slice(values));
+            runs.iter().for_each(|run| self.body.extend_from_slice(bytemuck::cast_slice(run)));
         }
         Ok(())
     }
@@ -130,21 +132,23 @@ fn not_finite<T: Scalar>(bytes: &[u8]) -> Option<f64> {
     values.map(T::to_f64).find(|value| !value.is_finite())
 }
 
-/// What this rank writes of one state of a stage's parameters: `held` is the shard that `values` are.
+/// What this rank writes of one state of a stage's parameters, of which it keeps a share: tensors, each in one run or several.
 fn tensors<'a, T>(
     stage: &StageState<'_, T>,
     state: &str,
     values: &'a [T],
-    held: &Range<usize>,
-    sharding: Sharding,
-) -> Vec<(PartTensor, &'a [T])> {
-    let runs = owned(stage.parameters, stage.place, held, sharding, stage.elsewhere);
-    let piece = |(p, run): (&Parameter, Range<usize>)| {
-        if run.is_empty() {
+    share: &Share,
+) -> Vec<(PartTensor, Vec<&'a [T]>)> {
+    let runs = owned(stage.parameters, stage.place, share, stage.elsewhere);
+    let piece = |(p, runs): (&Parameter, Vec<(Range<usize>, usize)>)| {
+        if runs.is_empty() {
             return None;
         }
-        let of_shard = (run.start - p.range.start) as u64..(run.end - p.range.start) as u64;
-        let boxes = boxes::of_run(&p.layout, stage.place.coord(), &of_shard);
+        let of_run = |(run, _): &(Range<usize>, usize)| {
+            let of_shard = (run.start - p.range.start) as u64..(run.end - p.range.start) as u64;
+            boxes::of_run(&p.layout, stage.place.coord(), &of_shard)
+        };
+        let boxes: Vec<_> = runs.iter().flat_map(of_run).collect();
         let key = if state == VALUE { p.name.clone() } else { format!("{}/{state}", p.name) };
         let tensor = PartTensor {
             name: p.name.clone(),
@@ -154,7 +158,7 @@ fn tensors<'a, T>(
             key,
             boxes: boxes.iter().map(spans_of).collect(),
         };
-        Some((tensor, &values[run.start - held.start..run.end - held.start]))
+        Some((tensor, runs.iter().map(|(run, at)| &values[*at..at + run.len()]).collect()))
     };
     stage.parameters.iter().zip(runs).filter_map(piece).collect()
 }
@@ -183,29 +187,31 @@ fn twice(tensors: &[PartTensor]) -> Result<(), CheckpointError> {
 /// Whether a stage's buffers are as long as its parameters say.
 fn check<T>(stage: &StageState<'_, T>) -> Result<(), CheckpointError> {
     let lens: Vec<usize> = stage.moments.values.iter().map(|m| m.len()).collect();
-    fits(stage.parameters, stage.values.len(), stage.moments.names, &lens, &stage.moments.shard)
+    fits(stage.parameters, stage.values.len(), &stage.share, stage.moments.names, &lens, &stage.moments.share)
 }
 
 pub(super) fn fits(
     parameters: &[Parameter],
     values: usize,
+    share: &Share,
     names: &[&str],
     moments: &[usize],
-    shard: &Range<usize>,
+    states: &Share,
 ) -> Result<(), CheckpointError> {
     let wrong = |what: String| Err(CheckpointError::State { what });
     let wanted = parameters.last().map_or(0, |p| p.range.end);
-    if values != wanted {
+    let end = |share: &Share| share.runs.iter().map(|(run, _)| run.end).max().unwrap_or(0);
+    if values != share.runs.len() || (share.axes.is_empty() && values != wanted) {
         return wrong(format!("the flat buffer has {values} elements, and the parameters {wanted}"));
     }
     if names.len() != moments.len() {
         return wrong(format!("{} moments are given for the names {names:?}", moments.len()));
     }
-    if shard.start > shard.end || shard.end > wanted {
-        return wrong(format!("the shard {shard:?} is no part of {wanted} elements"));
+    if end(share).max(end(states)) > wanted {
+        return wrong(format!("a share ends behind {wanted} elements"));
     }
-    match moments.iter().find(|len| **len != shard.len()) {
-        Some(len) => wrong(format!("a moment has {len} elements, and the shard {}", shard.len())),
+    match moments.iter().find(|len| **len != states.runs.len()) {
+        Some(len) => wrong(format!("a moment has {len} elements, and its share {}", states.runs.len())),
         None => Ok(()),
     }
 }

@@ -5,16 +5,18 @@ use std::sync::Arc;
 
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::id::Rank;
+use crossmesh_core::mesh::Mesh;
 use crossmesh_core::schedule::{GenerateError, Hop, Placement, Schedule, Spec, StageCost, generate};
 use crossmesh_core::step::PassTimes;
 
 use crate::chain::{Model, Shape, Tensor};
-use crate::job::{Job, Team};
+use crate::job::{Job, Over, Team};
 use crate::kernels::Kernels;
 use crate::models;
 use crate::models::gpt::{Gpt, GptConfig};
 use crate::models::unet::Unet;
 use crate::stage::{Recompute, Role};
+use crate::stage_rank::{DATA_AXES, StageRank};
 
 use super::cut::{Balance, cut};
 use super::error::ConfigError;
@@ -155,7 +157,8 @@ fn teams(config: &Config) -> Result<Vec<Team>, ConfigError> {
     let mut next = 0u32;
     let mut teams = vec![];
     for (i, stage) in config.stages.iter().enumerate() {
-        let dp = stage.mesh.axes().iter().find(|a| a.name == "dp").map_or(1, |a| a.len as usize);
+        let data = stage.mesh.axes().iter().filter(|a| DATA_AXES.contains(&a.name.as_str()));
+        let dp: usize = data.map(|a| a.len as usize).product();
         if config.train.samples < dp {
             let samples = config.train.samples;
             let reason = format!(
@@ -165,11 +168,37 @@ fn teams(config: &Config) -> Result<Vec<Team>, ConfigError> {
                 format!("train.batch = {} gives every rank one", dp * config.train.microbatches as usize);
             return Err(config.stage_error(stage.table, "mesh", reason, &hint));
         }
+        check_dealt(config, i, &stage.mesh)?;
         let ranks = (next..).map(Rank).take(stage.mesh.len()).collect();
         next += stage.mesh.len() as u32;
         teams.push(Team { mesh: stage.mesh.clone(), ranks, sequence_parallel: stage.sequence_parallel });
     }
     Ok(teams)
+}
+
+/// Refuses to deal parameters or gradients out over an axis that the mesh lacks, or that states are not dealt out over.
+fn check_dealt(config: &Config, stage: usize, mesh: &Mesh) -> Result<(), ConfigError> {
+    let Ok(place) = StageRank::new(mesh.clone(), 0) else { return Ok(()) };
+    let dealt = &config.optimizer.update.dealt;
+    let key = |name: &str| format!("optimizer.{name}_over");
+    let axes = |name: &str, over: &Over| {
+        over.axes(&place).map_err(|error| {
+            let value::BadValue { reason, .. } = value::split_hint(&error.to_string());
+            let reason = format!("of stage {stage}, {reason}");
+            config.error(&key(name), reason, "give the stage that axis: mesh = \"dpo 2, dpi 2\", say")
+        })
+    };
+    let states = axes("states", &dealt.states)?;
+    for (name, over) in [("parameters", &dealt.parameters), ("gradients", &dealt.gradients)] {
+        if let Some(&lacking) = axes(name, over)?.iter().find(|axis| !states.contains(axis)) {
+            let axis = &mesh.axes()[lacking].name;
+            let reason =
+                format!("{name} would be dealt out over `{axis}` of stage {stage}, and states are not");
+            let hint = "a rank updates what it keeps states of: states_over = \"all\" deals these out too";
+            return Err(config.error(&key(name), reason, hint));
+        }
+    }
+    Ok(())
 }
 
 fn spec(config: &Config) -> Spec {

@@ -52,6 +52,28 @@ fn given_layers_are_kept_and_the_ends_come_with_them() {
 }
 
 #[test]
+fn what_is_dealt_out_is_by_stage_or_by_axes() {
+    use crate::job::{Dealt, Over};
+    let two = "[train]\nbatch = 16\nmicrobatches = 2\n[[stage]]\nmesh = \"dpo 2, dpi 2, tp 2\"\n";
+    let dealt = |sets: &[&str]| job(two, sets).unwrap().update.dealt;
+    assert_eq!(dealt(&["optimizer.zero=2"]), Dealt::zero(2));
+    let inner = Over::Axes(vec!["dpi".into()]);
+    let wanted = Dealt { parameters: inner.clone(), ..Dealt::zero(1) };
+    assert_eq!(dealt(&["optimizer.zero=1", "optimizer.parameters_over=dpi"]), wanted);
+    let error = refused(two, &["optimizer.gradients_over=dpo", "optimizer.states_over=dpi"]);
+    assert!(error.contains("optimizer.gradients_over: gradients would be dealt out over `dpo`"), "{error}");
+    assert!(error.contains("hint: a rank updates what it keeps states of"), "{error}");
+    let error = refused(THREE, &["optimizer.states_over=dpi"]);
+    assert!(
+        error.contains("optimizer.states_over: of stage 0, mesh S0{dp:2,tp:2} has no data axis"),
+        "{error}"
+    );
+    let error = refused(two, &["optimizer.states_over=ep"]);
+    assert!(error.contains("`ep` is no data axis"), "{error}");
+    assert!(refused(two, &["optimizer.zero=4"]).contains("from 0 to 3"));
+}
+
+#[test]
 fn chunks_share_a_device() {
     let text = "[model]\nlayers = 6\n[pipeline]\nschedule = \"interleaved\"\n[[stage]]\nrepeat = 2\n";
     let four = job(text, &[]).unwrap();

@@ -6,13 +6,14 @@ use crossmesh_core::reshard::PlanOptions;
 use crossmesh_core::schedule::{Backward, Name};
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
 
-use crate::job::Update;
+use crate::job::{Dealt, Over, Update};
 use crate::models::gpt::rotary::{Llama3Scaling, RotaryConfig};
 use crate::models::gpt::{Family, GptConfig};
 use crate::models::unet::UnetConfig;
 use crate::optim::OptimizerConfig;
 use crate::optim::schedule::Schedule as Rate;
 use crate::stage::Recompute;
+use crate::stage_rank::DATA_AXES;
 
 use super::cut::Balance;
 use super::error::ConfigError;
@@ -300,11 +301,39 @@ impl OptimizerSection {
                 optimizer,
                 rate: Rate { peak, warmup_steps, total_steps, floor, decay_steps },
                 clip: (clip > 0.0).then_some(clip),
-                zero: values.count("optimizer.zero") == 1,
+                dealt: dealt(values)?,
+                fixed_order: values.flag("optimizer.fixed_order"),
                 bucket_bytes: checked(values, "optimizer.bucket", parse_bytes)?,
             },
         })
     }
+}
+
+/// What ranks along the data axes keep parts of: by ZeRO's stage, and each by itself where that is said.
+fn dealt(values: &Values) -> Result<Dealt, ConfigError> {
+    let mut dealt = Dealt::zero(values.count("optimizer.zero"));
+    let each = [
+        ("optimizer.parameters_over", &mut dealt.parameters),
+        ("optimizer.gradients_over", &mut dealt.gradients),
+        ("optimizer.states_over", &mut dealt.states),
+    ];
+    for (path, over) in each {
+        let Some(text) = values.maybe_text(path) else { continue };
+        let axes: Vec<String> = text.split(['+', ',']).map(|axis| axis.trim().to_string()).collect();
+        *over = match text.trim() {
+            "none" => Over::Nothing,
+            "all" => Over::All,
+            _ => match axes.iter().find(|axis| !DATA_AXES.contains(&axis.as_str())) {
+                None => Over::Axes(axes),
+                Some(axis) => {
+                    let reason = format!("`{axis}` is no data axis");
+                    let hint = "write \"all\", \"none\", or some of the mesh's `dp`, `dpo` and `dpi`, such as \"dpi\"";
+                    return Err(values.error(path, reason, hint));
+                }
+            },
+        };
+    }
+    Ok(dealt)
 }
 
 /// A quantity that was checked when it was read.

@@ -7,6 +7,8 @@ use crossmesh_core::schedule::Name;
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
 use toml::de::DeValue;
 
+use crate::stage_rank::DATA_AXES;
+
 use super::error::nearest;
 
 /// What a key wants.
@@ -203,9 +205,9 @@ pub fn parse_mesh(name: &str, text: &str) -> Result<Mesh, BadValue> {
         let letters = axis.find(|c: char| !c.is_ascii_alphabetic()).unwrap_or(axis.len());
         let (which, len) = axis.split_at(letters);
         let len = len.trim_start_matches([' ', ':', '=']).trim();
-        if !["dp", "tp"].contains(&which) {
+        if which != "tp" && !DATA_AXES.contains(&which) {
             return Err(bad(format!(
-                "\"{text}\" has an axis `{which}`, and a stage's mesh has `dp` and `tp`"
+                "\"{text}\" has an axis `{which}`, and a stage's mesh has `dp` (or `dpo` and `dpi`) and `tp`"
             )));
         }
         match len.parse::<u32>() {
@@ -306,7 +308,10 @@ mod tests {
         assert_eq!(parse_mesh("S", "tp 3").unwrap().to_string(), "S{tp:3}");
         assert_eq!(parse_mesh("S", "1").unwrap().len(), 1);
         let reason = |text| parse_mesh("S", text).unwrap_err().reason;
-        assert_eq!(reason("pp 2"), "\"pp 2\" has an axis `pp`, and a stage's mesh has `dp` and `tp`");
+        assert_eq!(
+            reason("pp 2"),
+            "\"pp 2\" has an axis `pp`, and a stage's mesh has `dp` (or `dpo` and `dpi`) and `tp`"
+        );
         assert_eq!(reason("dp"), "\"dp\" does not say how long `dp` is");
         assert_eq!(reason("dp 0"), "\"dp 0\" does not say how long `dp` is");
         assert!(reason("dp 2, dp 2").contains("dp"), "{}", reason("dp 2, dp 2"));

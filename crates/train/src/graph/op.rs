@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use crate::flat::{Flat, FlatMut};
 use crate::group::Group;
 use crate::kernels::random::Stream;
 use crate::kernels::{BufSlice, Buffer, Dropout, Kernels};
@@ -22,8 +23,8 @@ pub struct Ctx<'a, K: Kernels> {
     pub kernels: &'a K,
     /// The ranks along every axis.
     pub groups: &'a [Arc<dyn Group<K::Buf>>],
-    /// The flat buffer of parameters; W computes nothing again that needs it.
-    pub params: Option<&'a K::Buf>,
+    /// The parameters; W computes nothing again that needs them.
+    pub params: Option<Flat<'a, K::Buf>>,
     pub microbatch: Microbatch,
     /// The place in the step's batch of this rank's first sample.
     pub first_sample: u64,
@@ -44,7 +45,7 @@ pub struct Cache<B> {
 
 impl<'a, K: Kernels> Ctx<'a, K> {
     pub fn weight(&self, start: usize) -> BufSlice<'a, K::Buf> {
-        BufSlice { buf: self.params.expect("F and B have the parameters"), start }
+        self.params.expect("F and B have the parameters").at(start)
     }
 
     pub fn group(&self, axis: Axis) -> &'a dyn Group<K::Buf> {
@@ -229,7 +230,7 @@ pub(super) trait Op<K: Kernels>: Send {
     }
 
     /// W: adds to the gradients of its weights.
-    fn weights(&self, _: &K, _: Saved<'_, K::Buf>, _: &mut K::Buf) {
+    fn weights(&self, _: &K, _: Saved<'_, K::Buf>, _: &mut FlatMut<'_, K::Buf>) {
         panic!("`{}` has no weights", self.name())
     }
 }

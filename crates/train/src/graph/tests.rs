@@ -11,6 +11,7 @@ use super::ops::linear::{LinearSpec, Parallel, TableSpec};
 use super::ops::norm::NormSpec;
 use super::*;
 use crate::chain::Flow;
+use crate::flat::{Flat, FlatMut};
 use crate::group::{Group, in_process};
 use crate::kernels::Activation;
 use crate::kernels::cpu::{Cpu, HostBuf};
@@ -386,15 +387,15 @@ fn run_rank(
     flow.put_real("wanted", data.wanted.clone().into());
     flow.put("tokens", Value::Ids(data.tokens.clone()));
     flow.put("targets", Value::Ids(data.targets.clone()));
-    let mut frame = unit.forward(&ctx(Some(&params)), &mut flow).unwrap();
+    let mut frame = unit.forward(&ctx(Some(Flat::Whole(&params))), &mut flow).unwrap();
     let Some(Value::Loss(loss)) = flow.take("loss") else { panic!("no loss") };
     assert_eq!(frame.elements(), unit.remembered().after_forward, "held after F");
     let mut back = Flow::default();
-    unit.backward_input(&ctx(Some(&params)), &mut back, &mut frame).unwrap();
+    unit.backward_input(&ctx(Some(Flat::Whole(&params))), &mut back, &mut frame).unwrap();
     assert_eq!(frame.elements(), unit.remembered().after_backward_input, "held after B");
     let dh = back.take_real("h").to_vec();
     let mut grads: Buf = vec![0.0; params.len()].into();
-    unit.backward_weight(&ctx(None), &mut frame, &mut grads).unwrap();
+    unit.backward_weight(&ctx(None), &mut frame, &mut FlatMut::Whole(&mut grads)).unwrap();
     assert_eq!(frame.elements(), Elements::default(), "held after W");
     Found { place, loss, dh, rows, parameters, grads: grads.to_vec() }
 }

@@ -1,6 +1,7 @@
 //! A unit of a model: a graph with its passes, and how they are run.
 
 use crate::chain::Flow;
+use crate::flat::FlatMut;
 use crate::kernels::{Buffer, Kernels};
 use crate::stage::{Recompute, StageError, Value};
 
@@ -203,7 +204,7 @@ impl<K: Kernels> Unit<K> {
         &self,
         ctx: &Ctx<'_, K>,
         frame: &mut Frame<K::Buf>,
-        grads: &mut K::Buf,
+        grads: &mut FlatMut<'_, K::Buf>,
     ) -> Result<(), StageError> {
         for step in &self.passes.weights {
             match &step.what {

@@ -1,13 +1,14 @@
 //! Optimizers on flat shards.
 //!
-//! A rank's parameters are one flat buffer, so an optimizer is a loop over runs of it. It owns the moments of a `shard` of the buffer: all of
-//! it, or with ZeRO-1 this rank's part along `dp`. Where runs begin and end comes from the parameters' table: weight decay is for matrices
+//! A rank's parameters are one flat buffer, so an optimizer is a loop over runs of it. It owns the moments of some runs of the buffer: all of
+//! it, or what falls to this rank where states are dealt out ([`crate::deal`]). Where runs begin and end comes from the parameters' table: weight decay is for matrices
 //! only, and a norm counts every element once, however many ranks hold it.
 
 pub mod schedule;
 
 use std::ops::Range;
 
+use crate::deal::{Runs, Share};
 use crate::kernels::{AdamW, AdamWState, BufSlice, Buffer, Kernels, PartMut, Sgd, SgdState};
 use crate::parameter::Parameter;
 use crate::stage_rank::StageRank;
@@ -37,9 +38,9 @@ impl OptimizerConfig {
 #[derive(Debug)]
 pub struct Optimizer<B> {
     config: OptimizerConfig,
-    shard: Range<usize>,
-    /// Runs of the shard, counted from its start, and whether they decay.
-    runs: Vec<(Range<usize>, bool)>,
+    share: Share,
+    /// Runs of the flat buffer, where their moments are kept, and whether they decay.
+    runs: Vec<(Range<usize>, usize, bool)>,
     /// Two moments, or one velocity.
     moments: Vec<B>,
     steps: u64,
@@ -54,44 +55,40 @@ pub struct StepNumbers {
 }
 
 impl<B: Buffer> Optimizer<B> {
-    /// For the elements `shard` of the flat buffer that `parameters` describe; moments start at zero.
+    /// For what this rank keeps of the flat buffer that `parameters` describe; moments start at zero.
     pub fn new<K: Kernels<Buf = B>>(
         kernels: &K,
         config: OptimizerConfig,
         parameters: &[Parameter],
-        shard: Range<usize>,
+        share: Share,
     ) -> Self {
         let moments = match config {
             OptimizerConfig::AdamW { .. } => 2,
             OptimizerConfig::Sgd { .. } => 1,
         };
         let zeros = |_| {
-            let mut buf = kernels.buffer(shard.len());
-            kernels.fill(crate::kernels::scalar::Scalar::ZERO, (&mut buf).into(), shard.len());
+            let len = share.runs.len();
+            let mut buf = kernels.buffer(len);
+            kernels.fill(crate::kernels::scalar::Scalar::ZERO, (&mut buf).into(), len);
             buf
         };
-        let (moments, runs) = ((0..moments).map(zeros).collect(), decay_runs(parameters, &shard));
-        Self { config, shard, runs, moments, steps: 0 }
+        let (moments, runs) = ((0..moments).map(zeros).collect(), decay_runs(parameters, &share.runs));
+        Self { config, share, runs, moments, steps: 0 }
     }
 
-    /// One step. `params` and `grads` begin with the shard's first element.
+    /// One step, on parameters and gradients of which at least the moments' share is kept.
     pub fn step<K: Kernels<Buf = B>>(
         &mut self,
         kernels: &K,
         numbers: StepNumbers,
-        params: PartMut<'_, B>,
-        grads: BufSlice<'_, B>,
+        (params, kept): (&mut B, &Runs),
+        (grads, summed): (&B, &Runs),
     ) {
-        for (run, decays) in &self.runs {
-            let params = PartMut { buf: params.buf, start: params.start };
-            self.config.run(
-                kernels,
-                (numbers, self.steps, *decays),
-                run.clone(),
-                params,
-                grads,
-                &mut self.moments,
-            );
+        for (run, at, decays) in &self.runs {
+            let params = PartMut { buf: params, start: kept.at(run).start };
+            let grads = BufSlice { buf: grads, start: summed.at(run).start };
+            let about = (numbers, self.steps, *decays);
+            self.config.run(kernels, about, run.len(), params, grads, (&mut self.moments, *at));
         }
         self.steps += 1;
     }
@@ -101,11 +98,12 @@ impl<B: Buffer> Optimizer<B> {
         self.steps
     }
 
-    pub fn shard(&self) -> Range<usize> {
-        self.shard.clone()
+    /// What it keeps moments of.
+    pub fn share(&self) -> &Share {
+        &self.share
     }
 
-    /// Names of what a checkpoint has to keep beside the parameters, each of the shard's length.
+    /// Names of what a checkpoint has to keep beside the parameters, each of the share's length.
     pub fn moment_names(&self) -> &'static [&'static str] {
         match self.config {
             OptimizerConfig::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
@@ -130,10 +128,10 @@ impl OptimizerConfig {
         &self,
         kernels: &K,
         (numbers, step, decays): (StepNumbers, u64, bool),
-        run: Range<usize>,
+        len: usize,
         params: PartMut<'_, K::Buf>,
         grads: BufSlice<'_, K::Buf>,
-        moments: &mut [K::Buf],
+        (moments, at): (&mut [K::Buf], usize),
     ) {
         let StepNumbers { learning_rate, grad_scale } = numbers;
         let decay = |weight_decay: f64| if decays { weight_decay } else { 0.0 };
@@ -141,57 +139,51 @@ impl OptimizerConfig {
             (&Self::AdamW { beta1, beta2, epsilon, weight_decay }, [first, second]) => {
                 let weight_decay = decay(weight_decay);
                 let step = AdamW { learning_rate, beta1, beta2, epsilon, weight_decay, step, grad_scale };
-                let state = AdamWState { params, grads, first: first.into(), second: second.into() };
-                kernels.adamw(&step, run, state);
+                let [first, second] = [first, second].map(|buf| PartMut { buf, start: at });
+                kernels.adamw(&step, 0..len, AdamWState { params, grads, first, second });
             }
             (&Self::Sgd { momentum, weight_decay }, [velocity]) => {
                 let weight_decay = decay(weight_decay);
                 let step = Sgd { learning_rate, momentum, weight_decay, grad_scale };
-                kernels.sgd(&step, run, SgdState { params, grads, velocity: velocity.into() });
+                let velocity = PartMut { buf: velocity, start: at };
+                kernels.sgd(&step, 0..len, SgdState { params, grads, velocity });
             }
             (_, moments) => unreachable!("{} moments", moments.len()),
         }
     }
 }
 
-/// Neighbouring parameters that decay alike, cut to a shard and counted from its start.
-fn decay_runs(parameters: &[Parameter], shard: &Range<usize>) -> Vec<(Range<usize>, bool)> {
-    let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
+/// Neighbouring parameters that decay alike, cut to what is kept.
+fn decay_runs(parameters: &[Parameter], kept: &Runs) -> Vec<(Range<usize>, usize, bool)> {
+    let mut runs: Vec<(Range<usize>, usize, bool)> = Vec::new();
     for parameter in parameters {
-        let range = intersect(&parameter.range, shard);
-        match runs.last_mut() {
-            _ if range.is_empty() => {}
-            Some((last, decay)) if *decay == parameter.decay && last.end == range.start => {
-                last.end = range.end
+        for (range, at) in kept.within(&parameter.range) {
+            match runs.last_mut() {
+                Some((last, _, decay)) if *decay == parameter.decay && last.end == range.start => {
+                    last.end = range.end
+                }
+                _ => runs.push((range, at, parameter.decay)),
             }
-            _ => runs.push((range, parameter.decay)),
         }
     }
-    let from_shard = |(r, decay): (Range<usize>, bool)| (r.start - shard.start..r.end - shard.start, decay);
-    runs.into_iter().map(from_shard).collect()
+    runs
 }
 
-fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
-    let start = a.start.max(b.start);
-    start..a.end.min(b.end).max(start)
-}
-
-/// This rank's piece of the squared norm of all gradients: the sum over a shard of what no other rank along `tp` counts. Summed over
-/// the ranks of all stages (and, where gradients are whole along `dp`, over one of them), the pieces are the squared norm. Parameters that
-/// another stage counts (tied ones) are named in `elsewhere`.
+/// This rank's piece of the squared norm of all gradients: the sum over its own part of the flat buffer of what no other rank along `tp` counts.
+/// Summed over the ranks of all stages the pieces are the squared norm. Parameters that another stage counts (tied ones) are named in `elsewhere`.
 pub fn norm_piece<K: Kernels>(
     kernels: &K,
     parameters: &[Parameter],
     place: &StageRank,
-    shard: &Range<usize>,
-    grads: &K::Buf,
+    own: &Runs,
+    (grads, summed): (&K::Buf, &Runs),
     elsewhere: &[&str],
 ) -> f64 {
     let counts = |p: &&Parameter| {
         (is_split_over_tp(p) || place.tp().rank == 0) && !elsewhere.contains(&p.name.as_str())
     };
-    let runs = parameters.iter().filter(counts).map(|p| intersect(&p.range, shard));
-    runs.map(|run| kernels.sum_squares(grads, run)).sum()
+    let runs = parameters.iter().filter(counts).flat_map(|p| own.within(&p.range));
+    runs.map(|(run, _)| kernels.sum_squares(grads, summed.at(&run))).sum()
 }
 
 /// Whether ranks along `tp` have different parts of a parameter; else all of them have all of it.

@@ -33,19 +33,19 @@ fn shards_together_are_the_whole() {
     let cpu = Cpu::<f64>::new(1);
     let list = parameters(&StageRank::alone());
     let len = list.last().unwrap().range.end;
+    let all = Runs::whole(len);
     for config in CONFIGS {
         let mut whole = noise("p", len);
         let mut sharded = noise("p", len);
-        let mut optimizer = Optimizer::new(&cpu, config, &list, 0..len);
+        let mut optimizer = Optimizer::new(&cpu, config, &list, Share::whole(len));
         let shards = [0..17, 17..17, 17..31, 31..len];
-        let mut parts: Vec<_> = shards.map(|shard| Optimizer::new(&cpu, config, &list, shard)).into();
+        let share = |shard| Share { runs: Runs::new([shard]), axes: vec![0] };
+        let mut parts: Vec<_> = shards.map(|s| Optimizer::new(&cpu, config, &list, share(s))).into();
         for step in 0..4 {
             let grads = noise(&format!("g{step}"), len);
-            optimizer.step(&cpu, numbers(step), (&mut whole).into(), (&grads).into());
+            optimizer.step(&cpu, numbers(step), (&mut whole, &all), (&grads, &all));
             for part in &mut parts {
-                let start = part.shard().start;
-                let params = PartMut { buf: &mut sharded, start };
-                part.step(&cpu, numbers(step), params, BufSlice { buf: &grads, start });
+                part.step(&cpu, numbers(step), (&mut sharded, &all), (&grads, &all));
             }
         }
         assert_eq!(whole[..], sharded[..], "{config:?}");
@@ -60,11 +60,12 @@ fn only_matrices_decay() {
     let cpu = Cpu::<f64>::new(1);
     let list = parameters(&StageRank::alone());
     let len = list.last().unwrap().range.end;
+    let all = Runs::whole(len);
     for config in CONFIGS {
         let (before, mut after) = (noise("p", len), noise("p", len));
-        let mut optimizer = Optimizer::new(&cpu, config, &list, 0..len);
+        let mut optimizer = Optimizer::new(&cpu, config, &list, Share::whole(len));
         let grads = HostBuf::from(vec![0.0; len]);
-        optimizer.step(&cpu, numbers(0), (&mut after).into(), (&grads).into());
+        optimizer.step(&cpu, numbers(0), (&mut after, &all), (&grads, &all));
         for p in &list {
             let unchanged = before[p.range.clone()] == after[p.range.clone()];
             assert_eq!(unchanged, !p.decay, "{} with {config:?}", p.name);
@@ -78,15 +79,16 @@ fn resumes_where_it_was() {
     let cpu = Cpu::<f64>::new(1);
     let list = parameters(&StageRank::alone());
     let len = list.last().unwrap().range.end;
+    let all = Runs::whole(len);
     for config in CONFIGS {
         let (mut straight, mut broken) = (noise("p", len), noise("p", len));
-        let mut first = Optimizer::new(&cpu, config, &list, 0..len);
-        let mut second = Optimizer::new(&cpu, config, &list, 0..len);
+        let mut first = Optimizer::new(&cpu, config, &list, Share::whole(len));
+        let mut second = Optimizer::new(&cpu, config, &list, Share::whole(len));
         for step in 0..5 {
             let grads = noise(&format!("g{step}"), len);
-            first.step(&cpu, numbers(step), (&mut straight).into(), (&grads).into());
-            second.step(&cpu, numbers(step), (&mut broken).into(), (&grads).into());
-            let mut fresh = Optimizer::new(&cpu, config, &list, 0..len);
+            first.step(&cpu, numbers(step), (&mut straight, &all), (&grads, &all));
+            second.step(&cpu, numbers(step), (&mut broken, &all), (&grads, &all));
+            let mut fresh = Optimizer::new(&cpu, config, &list, Share::whole(len));
             assert_eq!(fresh.moments().len(), fresh.moment_names().len());
             for (to, from) in fresh.resume(second.steps()).iter_mut().zip(second.moments()) {
                 to.copy_from_slice(from);
@@ -117,14 +119,15 @@ fn norm_pieces_add_up() {
             let grads: Vec<f64> = own.iter().zip(&list).flat_map(|(p, all)| shard(p, all)).collect();
             let half = grads.len() / 2;
             let grads = HostBuf::from(grads);
-            let both = [0..half, half..grads.len()];
-            both.map(|shard| norm_piece(&cpu, &own, &place, &shard, &grads, &[])).iter().sum::<f64>()
+            let (both, all) = ([0..half, half..grads.len()], Runs::whole(grads.len()));
+            let piece = |part| norm_piece(&cpu, &own, &place, &Runs::new([part]), (&grads, &all), &[]);
+            both.map(piece).iter().sum::<f64>()
         };
         let sum: f64 = (0..tp).map(piece).sum();
         assert!((sum - wanted).abs() < 1e-12 * wanted, "tp {tp}: {sum} instead of {wanted}");
     }
-    let all = 0..whole.len();
-    let without = norm_piece(&cpu, &list, &alone, &all, &whole, &["b"]);
+    let all = Runs::whole(whole.len());
+    let without = norm_piece(&cpu, &list, &alone, &all, (&whole, &all), &["b"]);
     let b: f64 = whole[list[1].range.clone()].iter().map(|x| x * x).sum();
     assert!((without + b - wanted).abs() < 1e-12 * wanted);
 }

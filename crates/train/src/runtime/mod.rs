@@ -10,12 +10,16 @@
 
 mod calls;
 mod feed;
+mod grads;
+mod params;
 mod passes;
+mod runs;
 mod threads;
 mod times;
 mod update;
 mod wired;
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crossmesh_comm::buffer::{RankBuffers, Sharing};
@@ -34,14 +38,15 @@ pub use feed::{Column, Feed, Samples};
 pub use passes::PassFailure;
 pub use threads::in_threads;
 
-use crate::chain::{Chain, Model};
+use crate::chain::{Chain, Model, Setup};
+use crate::deal::Share;
 use crate::graph::Mode;
 use crate::group::{Alone, Group};
 use crate::job::{Job, JobError};
 use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
 use crate::optim::Optimizer;
-use crate::parameter::{Parameter, initial};
+use crate::parameter::Parameter;
 use crate::record::{Peak, StepRecord};
 use crate::stage::Stage as _;
 use crate::wiring::{Wiring, setup};
@@ -108,8 +113,19 @@ pub struct StageState<'a, T: Scalar> {
     pub stage: StageId,
     pub parameters: &'a [Parameter],
     pub coord: &'a [u32],
+    /// What this rank keeps of the parameters.
     pub params: &'a mut HostBuf<T>,
+    pub share: &'a Share,
     pub optimizer: &'a mut Optimizer<HostBuf<T>>,
+}
+
+/// Elements that a rank keeps between two steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Kept {
+    pub parameters: usize,
+    pub gradients: usize,
+    /// All moments of the optimizer.
+    pub states: usize,
 }
 
 impl<T: Scalar + Element> Trainer<T> {
@@ -238,9 +254,24 @@ impl<T: Scalar + Element> Trainer<T> {
         for (id, RankStage { setup, chain, params, .. }) in stages {
             let optimizer = update.optimizer_mut(*id).expect("every stage has an optimizer");
             let (parameters, coord) = (chain.parameters(), setup.place.coord());
-            f(StageState { stage: *id, parameters, coord, params, optimizer })?;
+            let (params, share) = (&mut params.kept, &params.share);
+            f(StageState { stage: *id, parameters, coord, params, share, optimizer })?;
         }
         Ok(())
+    }
+
+    /// How much it keeps between two steps.
+    pub fn kept(&mut self) -> Kept {
+        let mut passes = lock(&self.passes);
+        let Passes { stages, update, .. } = &mut *passes;
+        let mut kept = Kept::default();
+        for (id, stage) in stages {
+            let optimizer = update.optimizer_mut(*id).expect("every stage has an optimizer");
+            kept.parameters += stage.params.kept.len();
+            kept.gradients += stage.grads.kept.len();
+            kept.states += optimizer.moments().iter().map(|m| m.len()).sum::<usize>();
+        }
+        kept
     }
 
     /// Goes on as if so many steps had been done, over so many samples.
@@ -288,18 +319,19 @@ impl<T: Scalar + Element> Seat<'_, T> {
         let place = self.job.place(self.device, self.position).map_err(JobError::from)?;
         let names: Vec<&str> = self.wiring.tied.iter().map(|t| t.name.as_str()).collect();
         let calls = self.calls.clone();
-        let mut update = Update::new(self.job.update.clone(), place, calls, self.groups, tied);
+        let mut update = Update::new(self.job.update.clone(), place, calls, self.groups.clone(), tied);
         let mut stages = vec![];
-        for stage in self.wiring.stages_on(self.device) {
-            let made = self.stage(*stage)?;
-            update.add_stage(&self.kernels, *stage, made.chain.parameters(), &names);
-            stages.push(made);
+        for &id in self.wiring.stages_on(self.device) {
+            let (setup, chain) = self.stage(id)?;
+            let weights = (chain.parameters(), chain.buckets());
+            let (params, grads) = update.add_stage(&self.kernels, id, weights, &names, self.job.seed)?;
+            stages.push(RankStage { id, setup, chain, params, grads, done: 0 });
         }
         let (job, wiring) = (Arc::clone(self.job), Arc::clone(self.wiring));
         Ok(Passes::new(job, wiring, self.kernels, stages, update, Arc::clone(buffers), feed))
     }
 
-    fn stage(&self, id: StageId) -> Result<RankStage<T>, TrainError> {
+    fn stage(&self, id: StageId) -> Result<(Setup, Chain<Cpu<T>>), TrainError> {
         let setup = setup(self.job, id, self.position)?;
         let tp = setup.place.tp();
         let group: Arc<dyn Group<HostBuf<T>>> = match self.groups.tp {
@@ -309,9 +341,7 @@ impl<T: Scalar + Element> Seat<'_, T> {
         let units = self.job.stages[id.index()].clone();
         let kernels = Arc::clone(&self.kernels);
         let chain = Chain::new(self.model, units, kernels, group, setup.clone()).map_err(JobError::from)?;
-        let params = initial::<T>(chain.parameters(), setup.place.coord(), self.job.seed);
-        let grads = vec![T::ZERO; params.len()].into();
-        Ok(RankStage { id, setup, chain, params: params.into(), grads, done: 0 })
+        Ok((setup, chain))
     }
 }
 
@@ -323,24 +353,28 @@ fn groups(
     position: usize,
 ) -> Result<Groups, TrainError> {
     let team = &job.teams[device.index()];
-    let along = |axis: &str| -> Vec<Rank> {
-        let me = team.mesh.coord(position);
-        let same = |other: &Vec<u32>| {
-            let axes = team.mesh.axes().iter().zip(me.iter().zip(other));
-            axes.into_iter().all(|(a, (x, y))| a.name == axis || x == y)
-        };
-        let positions = (0..team.mesh.len()).filter(|p| same(&team.mesh.coord(*p)));
-        positions.map(|p| team.ranks[p]).collect()
-    };
     let mut group = |ranks: &[Rank]| -> Result<Option<GroupId>, TrainError> {
         match ranks.len() {
             0 | 1 => Ok(None),
             _ => Ok(Some(comm.group(ranks)?)),
         }
     };
-    let (tp, dp) = (group(&along("tp"))?, group(&along("dp"))?);
+    let place = job.place(device, position).map_err(JobError::from)?;
+    let along = |axes: &[usize]| -> Vec<Rank> {
+        place.others(axes).iter().map(|coord| team.ranks[team.mesh.position(coord)]).collect()
+    };
+    let tp = group(&along(team.mesh.axis_index("tp").as_slice()))?;
+    let long: Vec<usize> =
+        place.data_axes().into_iter().filter(|&axis| team.mesh.axes()[axis].len > 1).collect();
+    let mut data = BTreeMap::new();
+    for set in 1..1usize << long.len() {
+        let axes: Vec<usize> = (0..long.len()).filter(|i| set >> i & 1 == 1).map(|i| long[i]).collect();
+        if let Some(group) = group(&along(&axes))? {
+            data.insert(axes, group);
+        }
+    }
     let (mesh, world) = (group(&team.ranks)?, group(&job.ranks())?);
-    Ok(Groups { tp, dp, mesh, world })
+    Ok(Groups { tp, mesh, world, data })
 }
 
 fn tied_buffers(

@@ -17,15 +17,18 @@ use crossmesh_core::step::Direction;
 
 use super::calls::take_waited;
 use super::feed::{Column, Feed};
+use super::grads::Grads;
+use super::params::Params;
 use super::update::Update;
 use crate::chain::{Chain, Setup};
 use crate::data::Split;
+use crate::flat::{Buckets, FlatMut, Gradients};
 use crate::graph::Mode;
 use crate::job::Job;
 use crate::kernels::Kernels as _;
 use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
-use crate::stage::{Microbatch, MicrobatchId, Port, Role, Stage, Value};
+use crate::stage::{Microbatch, MicrobatchId, Port, Role, Stage, StageError, Value};
 use crate::stage_rank::shard_dims;
 use crate::wiring::{End, Wiring};
 
@@ -34,8 +37,8 @@ pub struct RankStage<T: Scalar> {
     pub id: StageId,
     pub setup: Setup,
     pub chain: Chain<Cpu<T>>,
-    pub params: HostBuf<T>,
-    pub grads: HostBuf<T>,
+    pub params: Params<T>,
+    pub grads: Grads<T>,
     /// Microbatches whose gradients are complete.
     pub done: u32,
 }
@@ -65,6 +68,30 @@ pub struct Passes<T: Scalar> {
     pub waited: Waited,
     /// The most bytes that all stages held at once.
     pub peak_bytes: u64,
+}
+
+/// Gradients on their way out of W: those of the last microbatch are complete.
+struct Summing<'a, T: Scalar> {
+    id: StageId,
+    is_last: bool,
+    update: &'a mut Update<T>,
+    grads: &'a mut Grads<T>,
+    buckets: Buckets,
+    failure: Option<PassFailure>,
+}
+
+impl<T: Scalar + Element> Gradients<HostBuf<T>> for Summing<'_, T> {
+    fn open(&mut self, unit: usize) -> FlatMut<'_, HostBuf<T>> {
+        self.grads.open(unit)
+    }
+
+    fn close(&mut self, unit: usize) -> Result<(), StageError> {
+        self.grads.close(unit)?;
+        if self.is_last && self.failure.is_none() && !self.grads.are_summed_each() {
+            self.failure = self.update.ready(self.id, self.grads, self.buckets.own(unit)).err();
+        }
+        Ok(())
+    }
 }
 
 /// A microbatch that was evicted.
@@ -213,8 +240,8 @@ impl<T: Scalar + Element> Passes<T> {
         let about = self.microbatch(microbatch);
         let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
         let outputs = match self.mode {
-            Mode::Train => stage.chain.forward(about, &stage.params, inputs)?,
-            Mode::Evaluate => stage.chain.evaluate(about, &stage.params, inputs)?,
+            Mode::Train => stage.chain.forward(about, &mut stage.params, inputs)?,
+            Mode::Evaluate => stage.chain.evaluate(about, &mut stage.params, inputs)?,
         };
         for (end, value) in wiring.outputs[id.index()].iter().zip(outputs) {
             match value {
@@ -276,7 +303,7 @@ impl<T: Scalar + Element> Passes<T> {
             grads.push(self.arrived(end, Direction::Backward, microbatch, len)?);
         }
         let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
-        let grads = stage.chain.backward_input(MicrobatchId(microbatch.0), &stage.params, grads)?;
+        let grads = stage.chain.backward_input(MicrobatchId(microbatch.0), &mut stage.params, grads)?;
         let ends = wiring.inputs[id.index()].iter().filter(|end| **end != End::Data);
         for (end, grad) in ends.zip(grads) {
             self.hand_over(*end, Direction::Backward, microbatch, grad);
@@ -289,15 +316,13 @@ impl<T: Scalar + Element> Passes<T> {
         let stage = self.stages.get_mut(&id).ok_or("no such stage here")?;
         stage.done += 1;
         let is_last = stage.done == last;
-        let (update, mut failure) = (&mut self.update, None);
-        stage.chain.backward_weight(MicrobatchId(microbatch.0), &mut stage.grads, &mut |grads, ready| {
-            if is_last && failure.is_none() {
-                failure = update.ready(id, grads, ready).err();
-            }
-        })?;
-        match failure {
+        let (update, failure) = (&mut self.update, None);
+        let (buckets, grads) = (stage.chain.buckets().clone(), &mut stage.grads);
+        let mut summing = Summing { id, is_last, update, grads, buckets, failure };
+        stage.chain.backward_weight(MicrobatchId(microbatch.0), &mut summing)?;
+        match summing.failure {
             Some(failure) => Err(failure),
-            None if is_last => update.all_ready(id, &stage.grads),
+            None if is_last => self.update.all_ready(id, &stage.grads),
             None => Ok(()),
         }
     }

@@ -1,14 +1,15 @@
 //! From gradients to the next step's weights.
 //!
 //! ```text
-//! last W of a stage    runs of gradients become complete -> summed over dp, a bucket at a time, beside the rest of W
-//! optimizer pass       wait for the sums; add up tied weights; one norm for all ranks; step; gather what ZeRO dealt out
+//! last W of a stage    runs of gradients become complete -> summed over the data axes, a bucket at a time, beside the rest of W
+//! optimizer pass       wait for the sums; add up tied weights; one norm for all ranks; step; gather what was dealt out
 //! ```
 //!
-//! Four kinds of gradients are summed in three ways. Most are the sum over `dp`, which with ZeRO-1 each rank needs its own part of
-//! alone. Those of weights that are whole on all ranks along `tp`, each of which saw some rows only, are summed over all
+//! Four kinds of gradients are summed in three ways. Most are the sum over the data axes, of which each rank needs what it keeps states of
+//! ([`crate::deal`]). Those of weights that are whole on all ranks along `tp`, each of which saw some rows only, are summed over all
 //! ranks of the mesh: they are small, and go together. So do those that all ranks along `tp` have alike, of which one counts: were each of
-//! them summed over its own `dp`, in an order that depends on where it lies there, replicas would differ in their last bits. Those of tied weights are needed whole, to be added up with the other stages'.
+//! them summed over its own data axes, in an order that depends on where it lies there, replicas would differ in their last bits. Those of tied
+//! weights are needed whole, to be added up with the other stages'.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,34 +22,46 @@ use crossmesh_comm::engine::{Handle, JobSpec};
 use crossmesh_core::id::StageId;
 
 use super::calls::{Call, Calls, Promise, Running, Urgency, What, add_waited, take_waited};
+use super::grads::{Each, Grads};
+use super::params::Params;
 use super::passes::{PassFailure, Passes};
-use super::wired::counts;
-use crate::group::chunked;
-use crate::job::Update as Rule;
-use crate::kernels::cpu::HostBuf;
+use super::runs::{copy_all, counts_of, pack};
+use crate::deal::{Deal, Runs, Share};
+use crate::flat::Buckets;
+use crate::job::{JobError, Update as Rule};
+use crate::kernels::Kernels as _;
+use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
-use crate::kernels::{BufSlice, Kernels as _, PartMut};
 use crate::optim::{Optimizer, StepNumbers, clip_scale, is_split_over_tp, norm_piece};
-use crate::parameter::Parameter;
+use crate::parameter::{Parameter, initial_runs};
 use crate::stage::Stage as _;
 use crate::stage_rank::StageRank;
 use crate::wiring::Wiring;
 
 /// The groups a rank is in; none where it would be alone.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Groups {
     pub tp: Option<GroupId>,
-    pub dp: Option<GroupId>,
     pub mesh: Option<GroupId>,
     pub world: Option<GroupId>,
+    /// Along some of the data axes, each longer than one.
+    pub data: BTreeMap<Vec<usize>, GroupId>,
+}
+
+impl Groups {
+    /// The ranks that differ from this one along these data axes only.
+    fn along(&self, place: &StageRank, axes: &[usize]) -> Option<GroupId> {
+        let long = |axis: &&usize| place.mesh().axes()[**axis].len > 1;
+        self.data.get(&axes.iter().filter(long).copied().collect::<Vec<_>>()).copied()
+    }
 }
 
 /// How a parameter's gradient is summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Over `dp`; a part is enough with ZeRO-1.
+    /// Over the data axes; a part is enough where states are dealt out.
     Plain,
-    /// Over `dp`, and all of it is needed.
+    /// Over the data axes, and all of it is needed.
     Tied,
     /// Over all ranks of the mesh.
     Partial,
@@ -59,16 +72,29 @@ enum Kind {
 /// Where a sum goes when it is there.
 enum Target {
     Run(Range<usize>),
+    /// This rank's part of several runs.
+    Own(Vec<Range<usize>>),
     /// Several runs, one behind the other.
     Packed(Vec<Range<usize>>),
+}
+
+/// Ranks among which a flat buffer is gathered, or sums of it scattered: what each of them keeps.
+struct Between {
+    group: GroupId,
+    members: Vec<Runs>,
 }
 
 /// What becomes of a stage's gradients.
 struct StageUpdate<T> {
     parameters: Vec<Parameter>,
     kinds: Vec<Kind>,
-    /// The flat buffer, dealt out over `dp`.
-    shards: Vec<Range<usize>>,
+    /// This rank's part over all data axes, which it counts in a norm.
+    own: Runs,
+    /// From the gradients that are kept to those that states are kept of; and the ranks among which these are summed then.
+    scatter: Option<Between>,
+    rest: Option<GroupId>,
+    /// From the parameters that were updated to those that are kept.
+    gather: Option<Between>,
     optimizer: Optimizer<HostBuf<T>>,
     /// Complete, and not yet under way.
     ready: Range<usize>,
@@ -124,14 +150,15 @@ impl<T: Scalar + Element> Update<T> {
         Self { place, rule, calls, groups, stages, exchange, outcome }
     }
 
-    /// Adds a stage, whose optimizer starts from nothing.
+    /// Adds a stage, with its first weights and an optimizer that starts from nothing.
     pub fn add_stage(
         &mut self,
-        kernels: &crate::kernels::cpu::Cpu<T>,
+        kernels: &Arc<Cpu<T>>,
         stage: StageId,
-        parameters: &[Parameter],
+        (parameters, buckets): (&[Parameter], &Buckets),
         tied: &[&str],
-    ) {
+        seed: u64,
+    ) -> Result<(Params<T>, Grads<T>), JobError> {
         let several = self.place.tp().size > 1 && self.place.dp().size > 1;
         let kind = |p: &Parameter| {
             let partial = p.grad.partial().map(|partial| partial.axes.clone()).unwrap_or_default();
@@ -143,20 +170,80 @@ impl<T: Scalar + Element> Update<T> {
                 (false, false) => Kind::Plain,
             }
         };
+        let kinds: Vec<Kind> = parameters.iter().map(kind).collect();
+        let deal = Deal::new(self.place.clone(), &buckets.starts);
+        let dealt = &self.rule.dealt;
+        let [p, g, o] =
+            [&dealt.parameters, &dealt.gradients, &dealt.states].map(|over| over.axes(&self.place));
+        let (p, g, o, data) = (p?, g?, o?, self.place.data_axes());
+        let without = |axes: &[usize], others: &[usize]| -> Vec<usize> {
+            axes.iter().copied().filter(|axis| !others.contains(axis)).collect()
+        };
+        let between = |axes: Vec<usize>, dealt: &[usize]| {
+            let group = self.groups.along(&self.place, &axes)?;
+            Some(Between { group, members: deal.shares(&axes, dealt) })
+        };
+        let summed = if self.rule.fixed_order { data.clone() } else { g.clone() };
+        let states = deal.share(&o);
+        let optimizer = Optimizer::new(&**kernels, self.rule.optimizer, parameters, states);
         let len = parameters.last().map_or(0, |p| p.range.end);
-        let shards = chunked(len, 1, self.place.dp().size);
-        let shard = if self.rule.zero { shards[self.place.dp().rank].clone() } else { 0..len };
-        let optimizer = Optimizer::new(kernels, self.rule.optimizer, parameters, shard);
         let update = StageUpdate {
-            kinds: parameters.iter().map(kind).collect(),
+            own: deal.share(&data).runs,
+            scatter: between(without(&without(&o, &g), if self.rule.fixed_order { &data } else { &[] }), &o),
+            rest: self.groups.along(&self.place, &without(&without(&data, &o), &summed)),
+            gather: between(without(&o, &p), &o),
             parameters: parameters.to_vec(),
-            shards,
             optimizer,
             ready: len..len,
             packed: vec![],
             under_way: vec![],
+            kinds,
+        };
+        let params = self.params(kernels, &deal, &p, (parameters, buckets), seed);
+        let grads = match g.is_empty() && !self.rule.fixed_order {
+            true => Grads::whole(len),
+            false => {
+                let share = Share { runs: update.kept_gradients(&deal.share(&g).runs), axes: g.clone() };
+                let group = self.groups.along(&self.place, &summed);
+                let group = group.map(|group| (group, deal.shares(&summed, &g)));
+                let me = self.rank_along(&summed);
+                let plain = (0..buckets.borrowed.len()).map(|unit| update.plain(&buckets.own(unit)));
+                let (calls, kernels) = (self.calls.clone(), Arc::clone(kernels));
+                let fixed = self.rule.fixed_order;
+                Grads::dealt(
+                    share,
+                    Each::new(kernels, calls, (group, me), fixed, buckets.clone(), plain.collect()),
+                )
+            }
         };
         self.stages.insert(stage, update);
+        Ok((params, grads))
+    }
+
+    /// The first weights that this rank keeps.
+    fn params(
+        &self,
+        kernels: &Arc<Cpu<T>>,
+        deal: &Deal,
+        axes: &[usize],
+        (parameters, buckets): (&[Parameter], &Buckets),
+        seed: u64,
+    ) -> Params<T> {
+        let share = deal.share(axes);
+        let kept = initial_runs::<T>(parameters, self.place.coord(), seed, &share.runs).into();
+        match self.groups.along(&self.place, axes) {
+            None => Params::whole(kept),
+            Some(group) => {
+                let group = (group, deal.shares(axes, axes), self.rank_along(axes));
+                Params::dealt(kept, share, group, buckets.clone(), self.calls.clone(), Arc::clone(kernels))
+            }
+        }
+    }
+
+    /// This rank's place among those along some axes.
+    fn rank_along(&self, axes: &[usize]) -> usize {
+        let others = self.place.others(axes);
+        others.iter().position(|coord| coord == self.place.coord()).expect("it is one of them")
     }
 
     pub fn optimizer_mut(&mut self, stage: StageId) -> Option<&mut Optimizer<HostBuf<T>>> {
@@ -164,7 +251,12 @@ impl<T: Scalar + Element> Update<T> {
     }
 
     /// A run of a stage's gradients is complete; runs come from the last to the first.
-    pub fn ready(&mut self, stage: StageId, grads: &mut [T], run: Range<usize>) -> Result<(), PassFailure> {
+    pub fn ready(
+        &mut self,
+        stage: StageId,
+        grads: &mut Grads<T>,
+        run: Range<usize>,
+    ) -> Result<(), PassFailure> {
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
         update.take_what_is_there(grads);
         update.ready.start = update.ready.start.min(run.start);
@@ -176,7 +268,9 @@ impl<T: Scalar + Element> Update<T> {
     }
 
     /// All of them are.
-    pub fn all_ready(&mut self, stage: StageId, grads: &[T]) -> Result<(), PassFailure> {
+    pub fn all_ready(&mut self, stage: StageId, grads: &Grads<T>) -> Result<(), PassFailure> {
+        let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
+        update.ready.start = 0;
         self.send(stage, grads)?;
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
         let runs = std::mem::take(&mut update.packed);
@@ -186,7 +280,7 @@ impl<T: Scalar + Element> Update<T> {
             for (kind, run) in &runs {
                 match *kind == Kind::Replica && !counts {
                     true => packed.resize(packed.len() + run.len(), T::ZERO),
-                    false => packed.extend_from_slice(&grads[run.clone()]),
+                    false => packed.extend_from_slice(&grads.kept[grads.at(run)]),
                 }
             }
             let runs = runs.into_iter().map(|(_, run)| run).collect();
@@ -196,39 +290,36 @@ impl<T: Scalar + Element> Update<T> {
         Ok(())
     }
 
-    /// Starts the sums of what is ready.
-    fn send(&mut self, stage: StageId, grads: &[T]) -> Result<(), PassFailure> {
+    /// Starts the sums of what is ready. Where each microbatch's are summed by themselves, only of what is kept whole.
+    fn send(&mut self, stage: StageId, grads: &Grads<T>) -> Result<(), PassFailure> {
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
         let ready = std::mem::replace(&mut update.ready, 0..0);
         update.ready = ready.start..ready.start;
+        let dp = self.groups.along(&self.place, &self.place.data_axes());
         let longest = (self.rule.bucket_bytes.max(1) as usize).saturating_mul(MAX_BUCKETS) / size_of::<T>();
         for (kind, run) in update.runs(&ready).into_iter().flat_map(|(kind, run)| pieces(kind, run, longest))
         {
-            let (group, what) = match (kind, self.groups.dp) {
-                (Kind::Partial | Kind::Replica, _) => {
+            let (group, what, target) = match (kind, &update.scatter, dp) {
+                (Kind::Partial | Kind::Replica, ..) => {
                     update.packed.push((kind, run));
                     continue;
                 }
-                (_, None) => continue,
-                (Kind::Plain, Some(dp)) if self.rule.zero => {
-                    let parts: Vec<Range<usize>> = update.shards.iter().map(|s| overlap(s, &run)).collect();
-                    (dp, What::ReduceScatter(counts(&parts)))
+                (_, _, None) => continue,
+                (Kind::Plain, ..) if grads.are_summed_each() => continue,
+                (Kind::Plain, Some(Between { group, members }), _) => {
+                    let ranges = std::slice::from_ref(&run);
+                    let packed = pack(&grads.kept, &grads.share.runs, members, ranges);
+                    let what = What::ReduceScatter(counts_of(members, ranges));
+                    let promise = self.calls.start(*group, what, &packed, Urgency::Later)?;
+                    update.under_way.push((Target::Own(vec![run]), promise));
+                    continue;
                 }
-                (_, Some(dp)) => (dp, What::AllReduce(Reduction::Sum)),
+                (_, _, Some(dp)) => (dp, What::AllReduce(Reduction::Sum), Target::Run(run.clone())),
             };
-            let target = match &what {
-                What::ReduceScatter(_) => overlap(&update.shards[self.place.dp().rank], &run),
-                _ => run.clone(),
-            };
-            let promise = self.calls.start(group, what, &grads[run], Urgency::Later)?;
-            update.under_way.push((Target::Run(target), promise));
+            let promise = self.calls.start(group, what, &grads.kept[grads.at(&run)], Urgency::Later)?;
+            update.under_way.push((target, promise));
         }
         Ok(())
-    }
-
-    /// This rank's part of everything that a norm counts.
-    fn shard(&self, stage: StageId) -> Range<usize> {
-        self.stages[&stage].shards[self.place.dp().rank].clone()
     }
 }
 
@@ -247,32 +338,71 @@ fn pieces(kind: Kind, run: Range<usize>, longest: usize) -> Vec<(Kind, Range<usi
 
 impl<T: Scalar + Element> StageUpdate<T> {
     /// Puts the sums that have arrived where their summands were, which lets go of the memory they came in.
-    fn take_what_is_there(&mut self, grads: &mut [T]) {
+    fn take_what_is_there(&mut self, grads: &mut Grads<T>) {
         for (target, promise) in std::mem::take(&mut self.under_way) {
             match promise.now() {
-                Ok(sums) => target.put(&sums, grads),
+                Ok(sums) => target.put(&sums, grads, &self.optimizer.share().runs),
                 Err(promise) => self.under_way.push((target, promise)),
             }
         }
     }
+
+    /// The sums of what this rank keeps states of, where ranks that keep the same have summands of them still.
+    fn sum_rest(&self, calls: &Calls, grads: &mut Grads<T>) -> Result<(), PassFailure> {
+        let Some(rest) = self.rest.filter(|_| self.scatter.is_some() || grads.are_summed_each()) else {
+            return Ok(());
+        };
+        let own = [self.optimizer.share().runs.clone()];
+        let ranges = self.plain(&(0..self.end()));
+        let packed = pack(&grads.kept, &grads.share.runs, &own, &ranges);
+        let sums = calls.start(rest, What::AllReduce(Reduction::Sum), &packed, Urgency::Now)?.wait()?;
+        copy_all(&sums, &own, &ranges, |run, from| {
+            let to = grads.at(&run);
+            grads.kept[to].copy_from_slice(from);
+        });
+        Ok(())
+    }
 }
 
 impl Target {
-    fn put<T: Copy>(self, sums: &[T], grads: &mut [T]) {
-        let runs = match self {
-            Target::Run(run) => vec![run],
-            Target::Packed(runs) => runs,
+    /// `own` is what this rank gets of sums that are dealt out.
+    fn put<T: Scalar + Element>(self, sums: &[T], grads: &mut Grads<T>, own: &Runs) {
+        let (members, runs) = match self {
+            Target::Run(run) => (Runs::one(run.clone()), vec![run]),
+            Target::Own(runs) => (own.clone(), runs),
+            Target::Packed(runs) => (Runs::whole(usize::MAX), runs),
         };
-        let mut at = 0;
-        for run in runs {
-            let len = run.len();
-            grads[run].copy_from_slice(&sums[at..at + len]);
-            at += len;
-        }
+        copy_all(sums, &[members], &runs, |run, from| {
+            let to = grads.at(&run);
+            grads.kept[to].copy_from_slice(from);
+        });
     }
 }
 
 impl<T> StageUpdate<T> {
+    fn end(&self) -> usize {
+        self.parameters.last().map_or(0, |p| p.range.end)
+    }
+
+    /// The runs of a part of the flat buffer whose sums may be dealt out.
+    fn plain(&self, part: &Range<usize>) -> Vec<Range<usize>> {
+        let inside = |p: &&Parameter| part.start <= p.range.start && p.range.end <= part.end;
+        let plain = self.parameters.iter().zip(&self.kinds).filter(|(_, kind)| **kind == Kind::Plain);
+        let ranges = plain.map(|(p, _)| p).filter(inside).map(|p| p.range.clone());
+        Runs::new(ranges).iter().map(|(run, _)| run).collect()
+    }
+
+    /// Of the gradients that are kept of a part of the flat buffer: those that cannot be dealt out are kept whole.
+    fn kept_gradients(&self, dealt: &Runs) -> Runs {
+        let kept = |(p, kind): (&Parameter, &Kind)| -> Vec<Range<usize>> {
+            match kind {
+                Kind::Plain => dealt.within(&p.range).map(|(run, _)| run).collect(),
+                _ => vec![p.range.clone()],
+            }
+        };
+        Runs::new(self.parameters.iter().zip(&self.kinds).flat_map(kept))
+    }
+
     /// Neighbours of one kind within a run of whole parameters, from the last to the first.
     fn runs(&self, run: &Range<usize>) -> Vec<(Kind, Range<usize>)> {
         let mut runs: Vec<(Kind, Range<usize>)> = vec![];
@@ -289,12 +419,6 @@ impl<T> StageUpdate<T> {
     }
 }
 
-/// What two ranges have in common; where they have nothing, an empty range.
-fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
-    let start = a.start.max(b.start);
-    start..a.end.min(b.end).max(start)
-}
-
 impl<T: Scalar + Element> Passes<T> {
     /// The optimizer pass, of all stages of this rank. A step whose loss or norm is not finite changes no weight: all ranks have the same
     /// two numbers, so all of them leave it out.
@@ -309,15 +433,15 @@ impl<T: Scalar + Element> Passes<T> {
         let numbers = StepNumbers { learning_rate: self.update.outcome.learning_rate, grad_scale };
         for (id, stage) in &mut self.stages {
             let update = self.update.stages.get_mut(id).ok_or("no such stage here")?;
+            let (params, grads) = (&mut stage.params, &mut stage.grads);
             if is_finite {
-                let start = update.optimizer.shard().start;
-                let params = PartMut { buf: &mut stage.params, start };
-                update.optimizer.step(&*self.kernels, numbers, params, BufSlice { buf: &stage.grads, start });
+                let to = (&mut params.kept, &params.share.runs);
+                update.optimizer.step(&*self.kernels, numbers, to, (&grads.kept, &grads.share.runs));
             }
-            let len = stage.grads.len();
-            self.kernels.fill(T::ZERO, (&mut stage.grads).into(), len);
+            let len = grads.kept.len();
+            self.kernels.fill(T::ZERO, (&mut grads.kept).into(), len);
             stage.done = 0;
-            update.ready = len..len;
+            update.ready = update.end()..update.end();
         }
         if is_finite { self.gather_weights() } else { Ok(()) }
     }
@@ -326,9 +450,19 @@ impl<T: Scalar + Element> Passes<T> {
     fn take_sums(&mut self) -> Result<(), PassFailure> {
         for (id, stage) in &mut self.stages {
             let update = self.update.stages.get_mut(id).ok_or("no such stage here")?;
-            for (target, promise) in std::mem::take(&mut update.under_way) {
-                target.put(&promise.wait()?, &mut stage.grads);
+            stage.grads.finish()?;
+            if let (true, Some(Between { group, members })) = (stage.grads.are_summed_each(), &update.scatter)
+            {
+                let (grads, ranges) = (&stage.grads, update.plain(&(0..update.end())));
+                let packed = pack(&grads.kept, &grads.share.runs, members, &ranges);
+                let what = What::ReduceScatter(counts_of(members, &ranges));
+                let promise = self.update.calls.start(*group, what, &packed, Urgency::Now)?;
+                update.under_way.push((Target::Own(ranges), promise));
             }
+            for (target, promise) in std::mem::take(&mut update.under_way) {
+                target.put(&promise.wait()?, &mut stage.grads, &update.optimizer.share().runs);
+            }
+            update.sum_rest(&self.update.calls, &mut stage.grads)?;
         }
         Ok(())
     }
@@ -345,15 +479,18 @@ impl<T: Scalar + Element> Passes<T> {
             };
             for stage in &tied.stages {
                 match (self.stages.get(stage), theirs.get(&(i, *stage))) {
-                    (Some(own), _) => add(&own.grads[range_of(own.chain.parameters(), &tied.name)]),
+                    (Some(own), _) => {
+                        let range = own.grads.at(&range_of(own.chain.parameters(), &tied.name));
+                        add(&own.grads.kept[range]);
+                    }
                     (None, Some(theirs)) => add(theirs),
                     (None, None) => {}
                 }
             }
             let Some(sum) = sum else { continue };
             for (_, stage) in self.stages.iter_mut().filter(|(id, _)| tied.stages.contains(id)) {
-                let range = range_of(stage.chain.parameters(), &tied.name);
-                stage.grads[range].copy_from_slice(&sum);
+                let range = stage.grads.at(&range_of(stage.chain.parameters(), &tied.name));
+                stage.grads.kept[range].copy_from_slice(&sum);
             }
         }
         Ok(())
@@ -367,7 +504,7 @@ impl<T: Scalar + Element> Passes<T> {
         for (way, (weight, from, _)) in exchange.ways.iter().enumerate() {
             if let Some(stage) = self.stages.get(from) {
                 let range = range_of(stage.chain.parameters(), &names[*weight].name);
-                tied.buffers.write_source(way, &stage.grads[range]);
+                tied.buffers.write_source(way, &stage.grads.kept[stage.grads.at(&range)]);
             }
         }
         let id = 2 * (self.step % 2) as u32 + 1;
@@ -399,10 +536,10 @@ impl<T: Scalar + Element> Passes<T> {
                 .filter(|tied| tied.stages.first() != Some(id))
                 .map(|tied| tied.name.as_str())
                 .collect();
-            let (place, shard) = (&self.update.place, self.update.shard(*id));
-            let parameters = stage.chain.parameters();
-            sums[1] +=
-                norm_piece(&*self.kernels, parameters, place, &shard, &stage.grads, &counted_elsewhere);
+            let (place, own) = (&self.update.place, &self.update.stages[id].own);
+            let (parameters, grads) = (stage.chain.parameters(), &stage.grads);
+            let grads = (&grads.kept, &grads.share.runs);
+            sums[1] += norm_piece(&*self.kernels, parameters, place, own, grads, &counted_elsewhere);
         }
         let before = take_waited();
         if let Some(world) = self.update.groups.world {
@@ -422,18 +559,28 @@ impl<T: Scalar + Element> Passes<T> {
         Ok(())
     }
 
-    /// With ZeRO-1, every rank along `dp` has updated its part.
+    /// Every rank has updated what it keeps states of: those that keep more of the parameters get the rest.
     fn gather_weights(&mut self) -> Result<(), PassFailure> {
-        let Some(dp) = self.update.groups.dp.filter(|_| self.job.update.zero) else { return Ok(()) };
         let mut under_way = vec![];
         for (id, stage) in &self.stages {
-            let what = What::AllGather(counts(&self.update.stages[id].shards));
-            let own = &stage.params[self.update.shard(*id)];
-            under_way.push((*id, self.update.calls.start(dp, what, own, Urgency::Now)?));
+            let update = &self.update.stages[id];
+            let Some(Between { group, members }) = &update.gather else { continue };
+            let (all, params) = (0..update.end(), &stage.params);
+            let ranges = std::slice::from_ref(&all);
+            let own = [update.optimizer.share().runs.clone()];
+            let packed = pack(&params.kept, &params.share.runs, &own, ranges);
+            let what = What::AllGather(counts_of(members, ranges));
+            under_way.push((*id, self.update.calls.start(*group, what, &packed, Urgency::Now)?));
         }
         for (id, promise) in under_way {
-            let whole = promise.wait()?;
-            self.stages.get_mut(&id).ok_or("no such stage here")?.params.copy_from_slice(&whole);
+            let all = promise.wait()?;
+            let update = &self.update.stages[&id];
+            let Some(Between { members, .. }) = &update.gather else { continue };
+            let params = &mut self.stages.get_mut(&id).ok_or("no such stage here")?.params;
+            let whole = 0..update.end();
+            copy_all(&all, members, std::slice::from_ref(&whole), |run, from| {
+                params.kept[params.share.runs.at(&run)].copy_from_slice(from);
+            });
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ const ROUNDS: u64 = 40;
 const FOLDER: &str = "CROSSMESH_TEST_CRASH_FOLDER";
 
 fn world() -> World {
-    let mut world = small(["A{dp:2,tp:2}", "B{tp:3}", "C{dp:2}"], true);
+    let mut world = small(["A{dp:2,tp:2}", "B{tp:3}", "C{dp:2}"], 1);
     // Large enough that there are moments inside a write.
     world.weights[0].shape = vec![1301, 60];
     world

@@ -8,7 +8,7 @@ use crossmesh_train::checkpoint::{Checkpoint, CheckpointError, Convert, Store};
 use crate::world::{World, facts, small, store};
 
 fn world() -> World {
-    small(["A{dp:2,tp:2}", "B{tp:3}", "C{dp:2}"], true)
+    small(["A{dp:2,tp:2}", "B{tp:3}", "C{dp:2}"], 1)
 }
 
 /// Steps 1 and 2, saved.
@@ -193,7 +193,7 @@ fn old_ones_go_and_leftovers_too() {
     }
     assert_eq!(names(), ["step-00000004", "step-00000005"]);
     // Saved again, with other contents and more files than it had.
-    let fewer = small(["A{dp:1}", "B{dp:1}", "C{dp:1}"], false);
+    let fewer = small(["A{dp:1}", "B{dp:1}", "C{dp:1}"], 0);
     fewer.save::<f32>(&store, 5).unwrap();
     fewer.load::<f32>(&store.complete(5), Convert::No).unwrap();
     assert_eq!(names(), ["step-00000004", "step-00000005"]);

@@ -6,9 +6,7 @@ use std::path::{Path, PathBuf};
 use crossmesh_core::id::Rank;
 use crossmesh_core::mesh::Mesh;
 use crossmesh_train::chain::{Chain, Setup};
-use crossmesh_train::checkpoint::{
-    Checkpoint, Convert, Facts, Moments, Sharding, Snapshot, StageState, StageTarget, hf,
-};
+use crossmesh_train::checkpoint::{Checkpoint, Convert, Facts, Snapshot, StageState, StageTarget, hf};
 use crossmesh_train::group::in_process;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::gpt::rotary::{Llama3Scaling, RotaryConfig};
@@ -44,8 +42,7 @@ fn saved(config: &GptConfig, mesh: &str, folder: &Path) -> PathBuf {
         let place = StageRank::new(mesh.clone(), position).unwrap();
         let parameters = &parameters(config, &place);
         let values = &initial::<f32>(parameters, place.coord(), SEED);
-        let moments = Moments { names: &[], values: vec![], shard: 0..0, sharding: Sharding::Replicated };
-        let state = StageState { parameters, place: &place, values, moments, elsewhere: &[] };
+        let state = StageState::of_weights(parameters, &place, values);
         let snapshot = Snapshot::take(9, Rank(position as u32), &[state]).unwrap();
         store.write(snapshot).report()
     };
@@ -60,7 +57,7 @@ fn loaded(config: &GptConfig, path: &Path) -> Vec<f32> {
     let place = StageRank::alone();
     let parameters = parameters(config, &place);
     let mut values = vec![f32::NAN; parameters.last().unwrap().range.end];
-    let target = StageTarget { parameters: &parameters, place: &place, values: &mut values, moments: None };
+    let target = StageTarget::of_weights(&parameters, &place, &mut values);
     let restored = Checkpoint::open(path).unwrap().load(&mut [target], Convert::No).unwrap();
     assert!(!restored.moments);
     values

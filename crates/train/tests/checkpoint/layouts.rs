@@ -31,21 +31,24 @@ fn arb_world(weights: Vec<Weight>) -> impl Strategy<Value = World> {
         "M{tp:2,dp:3}",
         "M{dp:4}",
         "M{dp:3,tp:2}",
+        "M{dpo:2,tp:2,dpi:2}",
     ]);
     let meshes = prop::collection::vec(mesh, 1..4);
     let cuts = prop::collection::vec(0..=weights.len(), 0..4);
-    (meshes, cuts, any::<bool>(), any::<bool>()).prop_map(move |(meshes, mut cuts, zero, tied)| {
-        cuts.extend([0, weights.len()]);
-        cuts.sort_unstable();
-        let stage = |(i, w): (usize, &[usize])| (i % meshes.len(), (w[0]..w[1]).collect::<Vec<_>>());
-        let mut stages: Vec<_> = cuts.windows(2).enumerate().map(stage).collect();
-        let last = stages.len() - 1;
-        if tied && !stages[last].1.contains(&0) {
-            stages[last].1.push(0);
-        }
-        let meshes = meshes.iter().map(|m| m.to_string()).collect();
-        World { weights: weights.clone(), meshes, stages, zero }
-    })
+    (meshes, cuts, prop::sample::select(vec![0, 1, 3]), any::<bool>()).prop_map(
+        move |(meshes, mut cuts, zero, tied)| {
+            cuts.extend([0, weights.len()]);
+            cuts.sort_unstable();
+            let stage = |(i, w): (usize, &[usize])| (i % meshes.len(), (w[0]..w[1]).collect::<Vec<_>>());
+            let mut stages: Vec<_> = cuts.windows(2).enumerate().map(stage).collect();
+            let last = stages.len() - 1;
+            if tied && !stages[last].1.contains(&0) {
+                stages[last].1.push(0);
+            }
+            let meshes = meshes.iter().map(|m| m.to_string()).collect();
+            World { weights: weights.clone(), meshes, stages, zero }
+        },
+    )
 }
 
 fn arb_worlds() -> impl Strategy<Value = (World, World)> {
@@ -110,8 +113,8 @@ proptest! {
 #[test]
 fn widths_change_only_when_asked() {
     let folder = tempfile::tempdir().unwrap();
-    let from = small(["A{dp:2,tp:2}", "B{tp:3}", "C{dp:2}"], true);
-    let to = small(["A{dp:1}", "B{dp:3}", "C{tp:2}"], false);
+    let from = small(["A{dp:2,tp:2}", "B{tp:3}", "C{dp:2}"], 1);
+    let to = small(["A{dp:1}", "B{dp:3}", "C{tp:2}"], 0);
     let narrow = from.save::<f32>(&store(&folder.path().join("a"), 1), 3).unwrap();
     let wide = from.save::<f64>(&store(&folder.path().join("b"), 1), 3).unwrap();
     to.load::<f32>(&narrow, Convert::No).unwrap();
@@ -124,7 +127,7 @@ fn widths_change_only_when_asked() {
 /// Replicas share the writing: of `n` ranks with the same tensors none writes more than its share, but for rounding.
 #[test]
 fn writing_is_spread_over_replicas() {
-    for zero in [false, true] {
+    for zero in [0, 1, 3] {
         let mut world = small(["A{dp:2,tp:2}", "B{tp:1}", "C{tp:1}"], zero);
         world.stages = vec![(0, vec![0, 1, 2, 3, 4])];
         let ranks = world.ranks::<f64>();
@@ -150,15 +153,15 @@ fn a_rank_reads_what_it_needs() {
         stages: vec![(0, vec![0, 1, 2])],
         zero,
     };
-    let path = world("A{dp:1}", false).save::<f32>(&store(folder.path(), 1), 1).unwrap();
+    let path = world("A{dp:1}", 0).save::<f32>(&store(folder.path(), 1), 1).unwrap();
     let tensor = 64 * 16 * 64 * 4;
-    for restored in world("A{tp:4}", false).load::<f32>(&path, Convert::No).unwrap() {
+    for restored in world("A{tp:4}", 0).load::<f32>(&path, Convert::No).unwrap() {
         // Rows of 16 x 64, of 4 x 64 and of 16 numbers: the last two are closer together than it pays to skip.
         assert!(restored.bytes_read >= 9 * tensor / 4, "{restored:?}");
         assert!(restored.bytes_read <= 3 * (tensor / 4 + 2 * tensor), "{restored:?}");
     }
     // Values whole, moments in runs: four times a quarter.
-    for restored in world("A{dp:4}", true).load::<f32>(&path, Convert::No).unwrap() {
+    for restored in world("A{dp:4}", 1).load::<f32>(&path, Convert::No).unwrap() {
         assert_eq!(restored.bytes_read, 3 * tensor + 2 * 3 * tensor / 4, "{restored:?}");
     }
 }
@@ -167,13 +170,13 @@ fn a_rank_reads_what_it_needs() {
 fn what_does_not_fit_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let meshes = ["A{dp:1}", "B{dp:1}", "C{dp:1}"];
-    let world = small(meshes, false);
+    let world = small(meshes, 0);
     let path = world.save::<f32>(&store(folder.path(), 1), 1).unwrap();
-    let mut larger = small(meshes, false);
+    let mut larger = small(meshes, 0);
     larger.weights[3].shape = vec![5, 2, 7];
     let error = larger.load::<f32>(&path, Convert::No).unwrap_err().to_string();
     assert!(error.contains("`h.1.c_proj.weight` has the shape [5, 2, 6], the model [5, 2, 7]"), "{error}");
-    let mut other = small(meshes, false);
+    let mut other = small(meshes, 0);
     other.weights[4].name = "transformer.ln_f.weight".into();
     let error = other.load::<f32>(&path, Convert::No).unwrap_err().to_string();
     assert!(error.contains("no tensor `transformer.ln_f.weight`\nhint: it has `ln_f.weight`"), "{error}");

@@ -1,15 +1,15 @@
 //! Jobs for tests: stages on meshes, with tensors whose every element says which one it is.
 
 use std::num::NonZeroUsize;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crossmesh_core::id::Rank;
 use crossmesh_core::mesh::Mesh;
 use crossmesh_train::checkpoint::{
-    Checkpoint, CheckpointError, Convert, Draft, Facts, Moments, OptimizerFacts, Restored, Sharding,
-    Snapshot, StageState, StageTarget, Store,
+    Checkpoint, CheckpointError, Convert, Draft, Facts, Moments, OptimizerFacts, Restored, Snapshot,
+    StageState, StageTarget, Store,
 };
+use crossmesh_train::deal::{Deal, Share};
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::parameter::{Declaration, Init, Parameter, Parameters, shard_indices};
 use crossmesh_train::stage_rank::StageRank;
@@ -33,14 +33,16 @@ pub struct World {
     pub meshes: Vec<String>,
     /// By stage: its device, and its weights. A weight of several stages is tied.
     pub stages: Vec<(usize, Vec<usize>)>,
-    pub zero: bool,
+    /// ZeRO's stage.
+    pub zero: usize,
 }
 
 /// A rank's part of a stage.
 pub struct Held {
     pub parameters: Vec<Parameter>,
     pub place: StageRank,
-    pub shard: Range<usize>,
+    /// Of the weights, and of the moments.
+    pub shares: [Share; 2],
     /// Tied weights that an earlier stage saves.
     pub elsewhere: Vec<String>,
 }
@@ -80,15 +82,20 @@ impl World {
         }
         let parameters = parameters.into_list();
         let len = parameters.last().map_or(0, |p| p.range.end);
-        let shard = if self.zero { place.dp().part(len) } else { 0..len };
+        // Two buckets, of which the first is a third.
+        let deal = Deal::new(place.clone(), &[0, len / 3, len]);
+        let over = |zero: usize| if self.zero >= zero { place.data_axes() } else { vec![] };
+        let shares = [deal.share(&over(3)), deal.share(&over(1))];
         let earlier = |w: &&usize| self.stages[..stage].iter().any(|s| s.1.contains(w));
         let elsewhere = self.stages[stage].1.iter().filter(earlier);
         let elsewhere = elsewhere.map(|&w| self.weights[w].name.clone()).collect();
-        Held { parameters, place: place.clone(), shard, elsewhere }
+        Held { parameters, place: place.clone(), shares, elsewhere }
     }
 
-    fn sharding(&self) -> Sharding {
-        if self.zero { Sharding::AlongDp } else { Sharding::Replicated }
+    /// What a rank should keep of a state.
+    pub fn kept<T: Scalar>(&self, held: &Held, state: usize, step: u64) -> Vec<T> {
+        let flat = self.flat::<T>(held, state, step);
+        held.shares[state.min(1)].runs.iter().flat_map(|(run, _)| flat[run].to_vec()).collect()
     }
 
     /// What the flat buffer of a state should be.
@@ -103,12 +110,12 @@ impl World {
 
     pub fn snapshot<T: Scalar>(&self, rank: usize, stages: &[Held], step: u64) -> Snapshot {
         let buffers: Vec<Vec<Vec<T>>> =
-            stages.iter().map(|h| (0..3).map(|state| self.flat(h, state, step)).collect()).collect();
+            stages.iter().map(|h| (0..3).map(|state| self.kept(h, state, step)).collect()).collect();
         let names: Vec<Vec<&str>> =
             stages.iter().map(|h| h.elsewhere.iter().map(String::as_str).collect()).collect();
         let mut draft = Draft::new(step, Rank(rank as u32));
         for ((held, buffers), elsewhere) in stages.iter().zip(&buffers).zip(&names) {
-            draft.add(&stage_state(held, buffers, elsewhere, self.sharding())).unwrap();
+            draft.add(&stage_state(held, buffers, elsewhere)).unwrap();
         }
         draft.finish().unwrap()
     }
@@ -132,8 +139,8 @@ impl World {
             let mut buffers: Vec<(Vec<T>, Vec<Vec<T>>)> = stages
                 .iter()
                 .map(|h| {
-                    let len = h.parameters.last().map_or(0, |p| p.range.end);
-                    (nan(len), vec![nan(h.shard.len()), nan(h.shard.len())])
+                    let [values, moments] = [0, 1].map(|i| h.shares[i].runs.len());
+                    (nan(values), vec![nan(moments), nan(moments)])
                 })
                 .collect();
             let mut targets: Vec<StageTarget<'_, T>> = stages
@@ -143,20 +150,19 @@ impl World {
                     parameters: &held.parameters,
                     place: &held.place,
                     values,
+                    share: held.shares[0].clone(),
                     moments: Some(Moments {
                         names: MOMENTS,
                         values: moments.iter_mut().map(Vec::as_mut_slice).collect(),
-                        shard: held.shard.clone(),
-                        sharding: self.sharding(),
+                        share: held.shares[1].clone(),
                     }),
                 })
                 .collect();
             let restored = checkpoint.load(&mut targets, convert)?;
             for (held, (values, moments)) in stages.iter().zip(&buffers) {
-                assert_eq!(values, &self.flat::<T>(held, 0, step), "values");
+                assert_eq!(values, &self.kept::<T>(held, 0, step), "values");
                 for (i, moment) in moments.iter().enumerate() {
-                    let wanted = &self.flat::<T>(held, i + 1, step)[held.shard.clone()];
-                    assert_eq!(moment, wanted, "{}", MOMENTS[i]);
+                    assert_eq!(moment, &self.kept::<T>(held, i + 1, step), "{}", MOMENTS[i]);
                 }
             }
             Ok(restored)
@@ -171,18 +177,14 @@ impl World {
     }
 }
 
-fn stage_state<'a, T>(
-    held: &'a Held,
-    buffers: &'a [Vec<T>],
-    elsewhere: &'a [&'a str],
-    sharding: Sharding,
-) -> StageState<'a, T> {
-    let moments = buffers[1..].iter().map(|m| &m[held.shard.clone()]).collect();
+fn stage_state<'a, T>(held: &'a Held, buffers: &'a [Vec<T>], elsewhere: &'a [&'a str]) -> StageState<'a, T> {
+    let moments = buffers[1..].iter().map(|m| &m[..]).collect();
     StageState {
         parameters: &held.parameters,
         place: &held.place,
         values: &buffers[0],
-        moments: Moments { names: MOMENTS, values: moments, shard: held.shard.clone(), sharding },
+        share: held.shares[0].clone(),
+        moments: Moments { names: MOMENTS, values: moments, share: held.shares[1].clone() },
         elsewhere,
     }
 }
@@ -204,7 +206,7 @@ pub fn store(folder: &Path, keep: usize) -> Store {
 }
 
 /// A world that is never the same twice: three stages, one weight tied, nothing divides.
-pub fn small(meshes: [&str; 3], zero: bool) -> World {
+pub fn small(meshes: [&str; 3], zero: usize) -> World {
     let weight =
         |name: &str, shape: &[usize], split| Weight { name: name.into(), shape: shape.to_vec(), split };
     World {

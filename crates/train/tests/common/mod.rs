@@ -10,10 +10,13 @@ use std::sync::Arc;
 use crossmesh_core::layout::Layout;
 use crossmesh_core::mesh::Mesh;
 use crossmesh_train::chain::{Chain, Model, Setup};
+use crossmesh_train::flat::{Buckets, FlatMut, Gradients};
 use crossmesh_train::group::{Counted, Group, Traffic, in_process};
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::parameter::{initial, shard_indices};
-use crossmesh_train::stage::{Microbatch, MicrobatchId, Port, Recompute, Role, Stage, Value, connect};
+use crossmesh_train::stage::{
+    Microbatch, MicrobatchId, Port, Recompute, Role, Stage, StageError, Value, connect,
+};
 use crossmesh_train::stage_rank::StageRank;
 
 pub type Buf = HostBuf<f64>;
@@ -160,7 +163,7 @@ fn forward(
         });
         let inputs = inputs.collect();
         let outputs = on_ranks(stage, inputs, |rank, inputs| {
-            rank.chain.forward(microbatch, &rank.params, inputs).unwrap()
+            rank.chain.forward(microbatch, &mut &rank.params, inputs).unwrap()
         });
         for (p, port) in stage[0].chain.outputs().iter().enumerate() {
             let shards = || outputs.iter().map(|o| &o[p]);
@@ -192,7 +195,7 @@ fn backward(stages: &mut [Vec<RankStage>], i: usize) {
         });
         let grads = grads.collect();
         let results = on_ranks(stage, grads, |rank, grads| {
-            rank.chain.backward_input(MicrobatchId(i as u32), &rank.params, grads).unwrap()
+            rank.chain.backward_input(MicrobatchId(i as u32), &mut &rank.params, grads).unwrap()
         });
         let ports = stage[0].chain.inputs().iter().filter(|p| p.role == Role::Activation);
         for (p, port) in ports.enumerate() {
@@ -202,16 +205,34 @@ fn backward(stages: &mut [Vec<RankStage>], i: usize) {
     }
 }
 
+/// Counts how often each gradient is said to be complete.
+struct Closing<'a> {
+    grads: &'a mut Buf,
+    buckets: Buckets,
+    covered: Vec<u32>,
+}
+
+impl Gradients<Buf> for Closing<'_> {
+    fn open(&mut self, _: usize) -> FlatMut<'_, Buf> {
+        FlatMut::Whole(self.grads)
+    }
+
+    fn close(&mut self, unit: usize) -> Result<(), StageError> {
+        self.covered[self.buckets.own(unit)].iter_mut().for_each(|c| *c += 1);
+        Ok(())
+    }
+}
+
 fn weights(stages: &mut [Vec<RankStage>], i: usize) {
     for stage in stages {
         let none = vec![(); stage.len()];
         on_ranks(stage, none, |rank, ()| {
-            let mut covered = vec![0; rank.grads.len()];
+            let covered = vec![0; rank.grads.len()];
             let RankStage { chain, grads, .. } = rank;
-            let ready =
-                &mut |_: &mut Buf, range: Range<usize>| covered[range].iter_mut().for_each(|c| *c += 1);
-            chain.backward_weight(MicrobatchId(i as u32), grads, ready).unwrap();
-            assert!(covered.iter().all(|&c| c == 1), "every gradient is ready once");
+            let buckets = chain.buckets().clone();
+            let mut closing = Closing { grads, buckets, covered };
+            chain.backward_weight(MicrobatchId(i as u32), &mut closing).unwrap();
+            assert!(closing.covered.iter().all(|&c| c == 1), "every gradient is ready once");
         });
     }
 }
@@ -348,7 +369,7 @@ impl Single {
     /// The loss in training, with its masks.
     pub fn loss(&mut self, samples: usize, data: &BTreeMap<String, Whole>) -> f64 {
         let inputs = self.inputs(data);
-        let outputs = self.chain.forward(Self::microbatch(samples), &self.params, inputs).unwrap();
+        let outputs = self.chain.forward(Self::microbatch(samples), &mut &self.params, inputs).unwrap();
         let Value::Loss(loss) = outputs[0] else { panic!("{outputs:?}") };
         loss
     }
@@ -357,8 +378,8 @@ impl Single {
     pub fn gradients(&mut self, samples: usize, data: &BTreeMap<String, Whole>) -> Vec<f64> {
         self.loss(samples, data);
         let mut grads: Buf = vec![0.0; self.params.len()].into();
-        self.chain.backward_input(MicrobatchId(0), &self.params, vec![]).unwrap();
-        self.chain.backward_weight(MicrobatchId(0), &mut grads, &mut |_, _| {}).unwrap();
+        self.chain.backward_input(MicrobatchId(0), &mut &self.params, vec![]).unwrap();
+        self.chain.backward_weight(MicrobatchId(0), &mut &mut grads).unwrap();
         grads.to_vec()
     }
 

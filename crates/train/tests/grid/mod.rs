@@ -16,7 +16,7 @@ use crossmesh_core::schedule::{Backward, Name, Spec, generate};
 use crossmesh_core::step::PassTimes;
 use crossmesh_train::chain::Model;
 use crossmesh_train::data::Split;
-use crossmesh_train::job::{Job, Team, Update};
+use crossmesh_train::job::{Dealt, Job, Team, Update};
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
@@ -56,7 +56,8 @@ pub struct Case {
     pub microbatches: u32,
     /// Of a microbatch.
     pub samples: usize,
-    pub zero: bool,
+    pub dealt: Dealt,
+    pub fixed_order: bool,
     pub clip: Option<f64>,
     pub recompute: Recompute,
     pub sequence_parallel: bool,
@@ -79,7 +80,8 @@ impl Case {
             meshes: meshes.to_vec(),
             microbatches: 4,
             samples: 4,
-            zero: false,
+            dealt: Dealt::default(),
+            fixed_order: false,
             clip: None,
             recompute: Recompute::Nothing,
             sequence_parallel: false,
@@ -95,7 +97,7 @@ impl Case {
             backward: None,
             chunks: None,
             meshes: vec!["S{dp:1}"],
-            zero: false,
+            dealt: Dealt::default(),
             recompute: Recompute::Nothing,
             sequence_parallel: false,
             overlap: true,
@@ -127,7 +129,13 @@ impl Case {
             samples: self.samples,
             recompute: self.recompute,
             seed: 11,
-            update: Update { zero: self.zero, clip: self.clip, bucket_bytes: self.bucket_bytes, ..update },
+            update: Update {
+                dealt: self.dealt.clone(),
+                fixed_order: self.fixed_order,
+                clip: self.clip,
+                bucket_bytes: self.bucket_bytes,
+                ..update
+            },
             plan: PlanOptions::default(),
             overlap: self.overlap,
             signal: false,
@@ -190,9 +198,14 @@ pub fn run<T: Scalar + Element>(case: &Case, update: Update, steps: u64) -> Outc
         let mut shards = vec![];
         trainer.each_stage::<crossmesh_train::runtime::TrainError>(|stage| {
             for p in stage.parameters {
-                let values: Vec<f64> = stage.params[p.range.clone()].iter().map(|x| x.to_f64()).collect();
                 let size = p.layout.shape().iter().product::<u64>() as usize;
-                shards.push((p.name.clone(), size, shard_indices(&p.layout, stage.coord), values));
+                let indices = shard_indices(&p.layout, stage.coord);
+                for (run, at) in stage.share.runs.within(&p.range) {
+                    let values =
+                        stage.params[at..at + run.len()].iter().map(|x| x.to_f64()).collect::<Vec<_>>();
+                    let of_shard = run.start - p.range.start..run.end - p.range.start;
+                    shards.push((p.name.clone(), size, indices[of_shard].to_vec(), values));
+                }
             }
             Ok(())
         })?;

@@ -12,7 +12,7 @@ use super::super::error::CheckpointError;
 use super::super::manifest::Facts;
 use super::super::read::{Reader, Source};
 use super::super::snapshot::Snapshot;
-use super::super::state::{Moments, Sharding, StageState};
+use super::super::state::StageState;
 use super::super::store::Store;
 use super::super::tensor_file::{Entry, Header};
 use super::{HEAD, LLAMA_TABLE, PREFIX, foreign, model_json};
@@ -63,9 +63,7 @@ pub fn import<T: Scalar>(
         foreign.read(parameter, &mut values[parameter.range.clone()])?;
     }
     let place = StageRank::alone();
-    let moments = Moments { names: &[], values: vec![], shard: 0..0, sharding: Sharding::Replicated };
-    let state =
-        StageState { parameters: &parameters, place: &place, values: &values, moments, elsewhere: &[] };
+    let state = StageState::of_weights(&parameters, &place, &values);
     let snapshot = Snapshot::take(0, Rank(0), &[state])?;
     let from = file.file_name().map(|n| n.to_string_lossy().into_owned());
     let (model, run) = (model_json(&config), json!({ "imported": from }));

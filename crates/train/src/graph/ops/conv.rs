@@ -2,6 +2,7 @@
 //!
 //! The patches of an image are nine times as large as the image, so they are made for a few samples at a time, and again for W.
 
+use crate::flat::FlatMut;
 use crate::graph::build::{Builder, Keep};
 use crate::graph::op::{Arg, Cost, Ctx, Made, Needs, Op, Reads, Saved};
 use crate::graph::ops::linear::Parallel;
@@ -152,7 +153,7 @@ impl<K: Kernels> Op<K> for Conv {
         Ok(Made::one(dx))
     }
 
-    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut K::Buf) {
+    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut FlatMut<'_, K::Buf>) {
         let (x, dy) = (saved.ins[0].real(), saved.gradient.real());
         for (first, size) in self.runs() {
             let Rows { rows, cols } = size.patches();
@@ -160,10 +161,10 @@ impl<K: Kernels> Op<K> for Conv {
             kernels.patches(&size, first, x, &mut patches);
             let start = first * (rows / size.samples) * self.outs;
             let gemm = Gemm::new(cols, self.outs, rows).a_transposed().added();
-            let target = PartMut { buf: grads, start: self.weight };
+            let target = grads.at(self.weight);
             kernels.gemm(gemm, (&patches).into(), BufSlice { buf: dy, start }, None, target);
         }
         let size = Rows { rows: self.result().pixels(), cols: self.outs };
-        kernels.sum_rows(size, dy, PartMut { buf: grads, start: self.bias.0 });
+        kernels.sum_rows(size, dy, grads.at(self.bias.0));
     }
 }

@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 
+use crate::flat::FlatMut;
 use crate::graph::build::{Builder, Keep};
 use crate::graph::op::{Arg, Cost, Ctx, Made, Needs, Op, Reads, Saved};
 use crate::graph::ops::linear::TableSpec;
 use crate::graph::{Kind, Spread, Typed, Val};
-use crate::kernels::{Kernels, Lookup, PartMut};
+use crate::kernels::{Kernels, Lookup};
 use crate::parameter::Init;
 use crate::stage::{StageError, Value};
 
@@ -81,9 +82,9 @@ impl<K: Kernels> Op<K> for Embed {
         Ok(vec![Value::Real(x)])
     }
 
-    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut K::Buf) {
+    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut FlatMut<'_, K::Buf>) {
         let lookup = self.lookup(saved.ins[0].ids());
-        kernels.lookup_grad(&lookup, saved.gradient.real(), PartMut { buf: grads, start: self.table });
+        kernels.lookup_grad(&lookup, saved.gradient.real(), grads.at(self.table));
     }
 }
 
@@ -139,9 +140,9 @@ impl<K: Kernels> Op<K> for Positions {
         unreachable!("its gradient is that of its result")
     }
 
-    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut K::Buf) {
+    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut FlatMut<'_, K::Buf>) {
         let ids = self.ids(0);
-        let target = PartMut { buf: grads, start: self.table };
+        let target = grads.at(self.table);
         kernels.lookup_grad(&self.lookup(&ids), saved.gradient.real(), target);
     }
 }

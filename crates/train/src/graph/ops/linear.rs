@@ -1,9 +1,10 @@
 //! A linear map of rows: `y = x W + b`, with W `[in, out]` as GPT-2 stores it, or `[out, in]`.
 
+use crate::flat::FlatMut;
 use crate::graph::build::{Builder, Keep};
 use crate::graph::op::{Arg, Cost, Ctx, Made, Needs, Op, Reads, Saved};
 use crate::graph::{Axis, Lie, Spread, Typed, Val};
-use crate::kernels::{Gemm, Kernels, PartMut, Rows};
+use crate::kernels::{Gemm, Kernels, Rows};
 use crate::parameter::Init;
 use crate::stage::{StageError, Value};
 
@@ -174,19 +175,19 @@ impl<K: Kernels> Op<K> for Linear {
         Ok(Made::one(dx))
     }
 
-    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut K::Buf) {
+    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut FlatMut<'_, K::Buf>) {
         let (x, dy) = (saved.ins[0].real(), saved.gradient.real());
         let start = self.weight;
         if self.transposed {
             let gemm = Gemm::new(self.outs, self.ins, self.rows).a_transposed().added();
-            kernels.gemm(gemm, dy.into(), x.into(), None, PartMut { buf: grads, start });
+            kernels.gemm(gemm, dy.into(), x.into(), None, grads.at(start));
         } else {
             let gemm = Gemm::new(self.ins, self.outs, self.rows).a_transposed().added();
-            kernels.gemm(gemm, x.into(), dy.into(), None, PartMut { buf: grads, start });
+            kernels.gemm(gemm, x.into(), dy.into(), None, grads.at(start));
         }
         if let Some((start, _)) = self.bias {
             let size = Rows { rows: self.rows, cols: self.outs };
-            kernels.sum_rows(size, dy, PartMut { buf: grads, start });
+            kernels.sum_rows(size, dy, grads.at(start));
         }
     }
 }

@@ -3,10 +3,11 @@
 //! The gradients of gain and shift are sums over the very rows that B walks over, so B computes them too, and W only adds them
 //! to the others: a delayed W needs two rows of numbers instead of two tensors.
 
+use crate::flat::FlatMut;
 use crate::graph::build::{Builder, Keep};
 use crate::graph::op::{Arg, Born, Ctx, Extra, Made, Needs, Op, Reads, Saved};
 use crate::graph::{Axis, Spread, Val};
-use crate::kernels::{GroupNorm, Kernels, NormGrad, NormSaved, NormWeights, Normed, PartMut, Rows};
+use crate::kernels::{GroupNorm, Kernels, NormGrad, NormSaved, NormWeights, Normed, Rows};
 use crate::parameter::Init;
 use crate::stage::{StageError, Value};
 
@@ -173,8 +174,8 @@ impl<K: Kernels> Op<K> for Norm {
         Ok(Made { gradients: vec![Some(dx)], extras: vec![Value::Real(sums)] })
     }
 
-    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut K::Buf) {
+    fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut FlatMut<'_, K::Buf>) {
         // Gamma and beta were declared one after the other, so they lie together.
-        kernels.add(saved.extras[1].real(), PartMut { buf: grads, start: self.gamma });
+        kernels.add(saved.extras[1].real(), grads.at(self.gamma));
     }
 }
