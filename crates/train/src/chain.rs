@@ -18,6 +18,7 @@ use crossmesh_core::dtype::DType;
 use crossmesh_core::layout::Layout;
 
 use crate::flat::{Buckets, Flat, Gradients, Weights};
+use crate::graph::budget::within;
 use crate::graph::{Ctx, Elements, Frame, Item, Mode, Remembered, Team, TeamAxis, Unit};
 use crate::group::Group;
 use crate::kernels::scalar::Scalar;
@@ -178,6 +179,8 @@ pub struct Outline {
     pub parameters: Vec<Parameter>,
     pub buckets: Buckets,
     pub activations: ActivationBytes,
+    /// Operations of a microbatch that B and W spend on values that F had made.
+    pub again: f64,
 }
 
 impl Outline {
@@ -189,8 +192,9 @@ impl Outline {
     ) -> Result<Self, ConfigError> {
         let parts = Parts::new(model, range, setup)?;
         let activations = parts.activation_bytes(setup);
+        let again = parts.units.iter().map(Unit::again).sum();
         let Parts { inputs, outputs, parameters, buckets, .. } = parts;
-        Ok(Self { inputs, outputs, parameters, buckets, activations })
+        Ok(Self { inputs, outputs, parameters, buckets, activations, again })
     }
 
     /// Elements of the flat buffers.
@@ -233,6 +237,15 @@ impl<K: Kernels> Parts<K> {
             buckets.borrowed.push(parameters.take_borrowed(start));
         }
         buckets.starts.push(parameters.end());
+        if let Recompute::Within(limit) = setup.recompute {
+            let width = K::Real::DTYPE.bytes();
+            let choices: Vec<Vec<(u64, f64)>> = units
+                .iter()
+                .map(|unit| unit.choices().iter().map(|(held, again)| (held.bytes(width), *again)).collect())
+                .collect();
+            let picks = within(&choices, limit);
+            units.iter_mut().zip(picks).for_each(|(unit, choice)| unit.choose(choice));
+        }
         let (inputs, outputs) = ports(model, range);
         let port =
             |t: &Tensor| Port { name: t.name.clone(), layout: setup.layout(t, K::Real::DTYPE), role: t.role };

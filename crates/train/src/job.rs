@@ -135,7 +135,8 @@ pub struct Job {
     pub cluster: Cluster,
     /// Samples of a microbatch, over all ranks along `dp`.
     pub samples: usize,
-    pub recompute: Recompute,
+    /// By stage.
+    pub recompute: Vec<Recompute>,
     /// Of the initial weights, and of random numbers during training.
     pub seed: u64,
     pub update: Update,
@@ -226,6 +227,7 @@ impl Job {
         count("meshes", self.teams.len(), placement.num_devices())?;
         count("stages", self.stages.len(), placement.num_stages())?;
         count("times", self.times.len(), placement.num_stages())?;
+        count("rules for recomputation", self.recompute.len(), placement.num_stages())?;
         for (device, team) in placement.devices().zip(&self.teams) {
             let (len, ranks) = (team.mesh.len(), team.ranks.len());
             if len != ranks {

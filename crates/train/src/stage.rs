@@ -86,6 +86,8 @@ pub enum Recompute {
     Attention,
     /// Remembers the stage's inputs; B runs the forward pass again.
     Everything,
+    /// Remembers so many bytes of a microbatch at most, computing as little again as that allows, and sends nothing twice.
+    Within(u64),
 }
 
 /// Bytes a stage holds for one microbatch.

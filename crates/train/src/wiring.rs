@@ -90,7 +90,7 @@ pub fn setup(job: &Job, stage: StageId, position: usize) -> Result<Setup, JobErr
         place: job.place(device, position)?,
         samples: job.samples,
         sequence_parallel: job.teams[device.index()].sequence_parallel,
-        recompute: job.recompute,
+        recompute: job.recompute[stage.index()],
         seed: job.seed,
     })
 }

@@ -154,7 +154,9 @@ fn data_parallel_and_zero() {
 
 #[test]
 fn recomputation() {
-    for recompute in [Recompute::Attention, Recompute::Everything] {
+    for recompute in
+        [Recompute::Attention, Recompute::Everything, Recompute::Within(0), Recompute::Within(20_000)]
+    {
         for schedule in ["eager-1f1b", "zbv"] {
             compare(&Case { recompute, ..Case::gpt(schedule, &["A{tp:2}", "B{dp:2}"]) });
         }

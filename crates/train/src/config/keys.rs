@@ -128,6 +128,7 @@ pub const KEYS: &[Key] = &[
     key("train", "seed", MAYBE, "1", "Of the first weights, and of dropout."),
     key("train", "threads", COUNT, "1", "Threads that a rank computes with."),
     key("train", "recompute", Kind::Choice(&["none", "attention", "full"]), "\"none\"", "What B computes again instead of remembering it: nothing, the insides of attention, or the stage's whole forward pass."),
+    key("train", "activation_budget", Kind::Bytes, "", "The most bytes of activations that a rank remembers at a time. B then computes again what costs the least operations for it, and sends nothing twice. In place of `recompute`. Without it: no limit."),
     key("train", "nonfinite", Kind::Choice(&["stop", "skip"]), "\"stop\"", "What to do about a step whose loss or gradient norm is not finite: stop the run, or go on without it. It changes no weight either way."),
     key("train", "overlap", Kind::Flag, "true", "Whether communication between stages runs beside compute."),
     key("optimizer", "kind", Kind::Choice(&["adamw", "sgd"]), "\"adamw\"", "Adam with decoupled weight decay, or gradient descent with momentum."),

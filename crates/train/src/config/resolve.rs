@@ -4,23 +4,29 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crossmesh_core::cluster::{Cluster, Host};
-use crossmesh_core::id::Rank;
+use crossmesh_core::id::{Rank, StageId};
 use crossmesh_core::mesh::Mesh;
-use crossmesh_core::schedule::{GenerateError, Hop, Placement, Schedule, Spec, StageCost, generate};
+use crossmesh_core::schedule::memory::peaks;
+use crossmesh_core::schedule::{
+    Costs, Footprint, GenerateError, Hop, Placement, Schedule, Spec, StageCost, generate, time,
+};
 use crossmesh_core::step::PassTimes;
 
-use crate::chain::{Model, Shape, Tensor};
-use crate::job::{Job, Over, Team};
+use crate::chain::{Model, Outline, Shape, Tensor};
+use crate::job::{Job, JobError, Over, Team};
 use crate::kernels::Kernels;
+use crate::kernels::cpu::Cpu;
+use crate::kernels::scalar::Scalar;
 use crate::models;
 use crate::models::gpt::{Gpt, GptConfig};
 use crate::models::unet::Unet;
 use crate::stage::{Recompute, Role};
 use crate::stage_rank::{DATA_AXES, StageRank};
+use crate::wiring::setup;
 
 use super::cut::{Balance, cut};
 use super::error::ConfigError;
-use super::typed::ModelKind;
+use super::typed::{ModelKind, Precision};
 use super::work::{UnitWork, unit_work};
 use super::{Config, value};
 
@@ -91,13 +97,14 @@ pub fn resolve(
     let times = times(config, &work, &stages, &placement, &teams);
     let hop = hop_seconds(config, &model, &stages, &cluster);
     let schedule = schedule(config, &times, hop)?;
-    let job = Job {
+    let recompute = vec![config.train.recompute; stages.len()];
+    let mut job = Job {
         schedule,
         stages,
         teams,
         cluster,
         samples: config.train.samples,
-        recompute: config.train.recompute,
+        recompute,
         seed: config.train.seed,
         update: config.optimizer.update.clone(),
         plan: config.pipeline.plan.clone(),
@@ -105,6 +112,12 @@ pub fn resolve(
         signal: false,
         times,
     };
+    if let Some(budget) = config.train.activation_budget {
+        match config.train.precision {
+            Precision::F32 => share_budget::<f32>(config, &model, &mut job, budget)?,
+            Precision::F64 => share_budget::<f64>(config, &model, &mut job, budget)?,
+        }
+    }
     Ok(Resolved { model, job, work })
 }
 
@@ -394,6 +407,65 @@ fn times(
         }
     };
     placement.stages().zip(stages).map(stage_times).collect()
+}
+
+/// Gives every stage a limit of what it remembers of a microbatch, so that its rank stays within the budget at any time: as far from the least to the most that
+/// each could remember as fits. What is computed again for it goes into the times of B.
+fn share_budget<T: Scalar>(
+    config: &Config,
+    model: &AnyModel,
+    job: &mut Job,
+    budget: u64,
+) -> Result<(), ConfigError> {
+    let model = model.with_kernels::<Cpu<T>>();
+    let refused = |e: JobError| config.error("train.activation_budget", e.to_string(), "");
+    let outlines = |job: &Job| {
+        let stages = job.schedule.placement().stages().zip(&job.stages);
+        let outline = |(stage, units): (StageId, &Range<usize>)| -> Result<Outline, JobError> {
+            Ok(Outline::new(&*model, units.clone(), &setup(job, stage, 0)?)?)
+        };
+        stages.map(outline).collect::<Result<Vec<_>, _>>().map_err(refused)
+    };
+    let count = job.stages.len();
+    let mut held = |limit: u64| {
+        job.recompute = vec![Recompute::Within(limit); count];
+        let of = |o: &Outline| (o.activations.after_forward, o.activations.after_backward_input);
+        outlines(job).map(|all| all.iter().map(of).collect::<Vec<_>>())
+    };
+    let (most, least) = (held(u64::MAX)?, held(0)?);
+    // A step of 2^16 from the least to the most.
+    let limit = |stage: usize, step: u64| {
+        let (least, most) = (least[stage].0, most[stage].0);
+        least + ((u128::from(most - least) * u128::from(step)) >> 16) as u64
+    };
+    let costs = Costs::even(count, 1.0, 1.0, 1.0, 0.0).map_err(|e| refused(JobError::from(e)))?;
+    let timed = time(&job.schedule, &costs);
+    let timed = timed.map_err(|e| config.error("pipeline.schedule", e.to_string(), ""))?;
+    for device in job.schedule.placement().devices() {
+        let peak = |step: u64| -> u64 {
+            let held: Vec<(u64, u64)> = (0..count).map(|s| (limit(s, step), most[s].1)).collect();
+            peaks(&job.schedule, &timed, &Footprint::exact(&held))[device.index()].amount as u64
+        };
+        if peak(0) > budget {
+            let reason = format!("a rank of stage {} remembers {} B at least", device.0, peak(0));
+            let hint = format!("use \"{}B\" or more, or smaller microbatches", peak(0));
+            return Err(config.error("train.activation_budget", reason, hint));
+        }
+        let (mut fits, mut above) = (0, (1 << 16) + 1);
+        while above - fits > 1 {
+            let middle = (fits + above) / 2;
+            if peak(middle) <= budget { fits = middle } else { above = middle }
+        }
+        for stage in job.schedule.placement().stages_on(device) {
+            job.recompute[stage.index()] = Recompute::Within(limit(stage.index(), fits));
+        }
+    }
+    let rate = config.operations_per_s();
+    let chosen = outlines(job)?;
+    for (times, outline) in job.times.iter_mut().zip(chosen) {
+        times.b_ns += (outline.again / rate * 1e9).round() as u64;
+    }
+    Ok(())
 }
 
 /// The longest of what activations take from a stage to the next, over the narrowest NIC.

@@ -74,6 +74,29 @@ fn what_is_dealt_out_is_by_stage_or_by_axes() {
 }
 
 #[test]
+fn a_budget_becomes_limits_of_stages() {
+    use crate::stage::Recompute;
+    let text = "[model]\nkind = \"llama\"\nlayers = 4\n[train]\nbatch = 16\nmicrobatches = 4\n[[stage]]\n[[stage]]\nmesh = \"tp 2\"\n";
+    let (plain, rich) = (job(text, &[]).unwrap(), job(text, &["train.activation_budget=1GiB"]).unwrap());
+    assert_eq!(rich.times, plain.times, "nothing is computed again");
+    let poor = job(text, &["train.activation_budget=4100KiB"]).unwrap();
+    let limits = |job: &Job| -> Vec<u64> {
+        let of = |r: &Recompute| if let Recompute::Within(limit) = r { *limit } else { panic!("{r:?}") };
+        job.recompute.iter().map(of).collect()
+    };
+    let (few, many) = (limits(&poor), limits(&rich));
+    // The first stage has two microbatches under way.
+    assert!(2 * few[0] <= 4100 << 10 && few[1] <= 4100 << 10, "{few:?} {many:?}");
+    assert!(few.iter().zip(&many).any(|(few, many)| few < many), "{few:?} {many:?}");
+    let slower = |s: usize| poor.times[s].b_ns > plain.times[s].b_ns;
+    assert!((0..2).all(|s| (few[s] < many[s]) == slower(s)), "{:?}", poor.times);
+    let error = refused(text, &["train.activation_budget=1KiB"]);
+    assert!(error.contains("train.activation_budget: a rank of stage 0 remembers"), "{error}");
+    let error = refused(text, &["train.activation_budget=1GiB", "train.recompute=full"]);
+    assert!(error.contains("leave one of them out"), "{error}");
+}
+
+#[test]
 fn chunks_share_a_device() {
     let text = "[model]\nlayers = 6\n[pipeline]\nschedule = \"interleaved\"\n[[stage]]\nrepeat = 2\n";
     let four = job(text, &[]).unwrap();

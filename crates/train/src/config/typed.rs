@@ -201,6 +201,8 @@ pub struct Train {
     pub seed: u64,
     pub threads: usize,
     pub recompute: Recompute,
+    /// Bytes of activations of a rank at most, in place of it.
+    pub activation_budget: Option<u64>,
     pub overlap: bool,
     pub nonfinite: NonFinite,
 }
@@ -225,9 +227,20 @@ impl Train {
         let Ok(few) = u32::try_from(microbatches) else {
             return Err(values.error("train.microbatches", "this is more than 2^32", "use fewer"));
         };
+        let activation_budget = match values.maybe_text("train.activation_budget") {
+            None => None,
+            Some(_) => Some(checked(values, "train.activation_budget", parse_bytes)?),
+        };
+        if activation_budget.is_some() && values.text("train.recompute") != "none" {
+            let hint = "leave one of them out";
+            let reason =
+                "what is computed again follows from the budget, and `train.recompute` says otherwise";
+            return Err(values.error("train.activation_budget", reason, hint));
+        }
         Ok(Self {
             steps: count("steps") as u64,
             microbatches: few,
+            activation_budget,
             samples: batch / microbatches,
             precision: if values.text("train.dtype") == "f64" { Precision::F64 } else { Precision::F32 },
             seed: count("seed") as u64,

@@ -69,7 +69,8 @@ pub(super) struct Passes {
 
 struct Deriver<'g, K: Kernels> {
     nodes: &'g [Node<K>],
-    recompute: Recompute,
+    /// The ops whose results are not kept after F.
+    dropped: Vec<bool>,
     slots: Vec<Elements>,
     value_slot: Vec<Slot>,
     extra_slots: Vec<Vec<Slot>>,
@@ -79,15 +80,25 @@ struct Deriver<'g, K: Kernels> {
 
 impl Passes {
     pub(super) fn of<K: Kernels>(graph: &Builder<'_, '_, K>, recompute: Recompute) -> Self {
-        Deriver::new(graph, recompute).derive(graph)
+        let drops = |node: &Node<K>| match node.keep {
+            Keep::Always => false,
+            Keep::Never => true,
+            Keep::Attention => recompute == Recompute::Attention,
+        };
+        Self::dropping(graph, graph.nodes.iter().map(drops).collect())
+    }
+
+    /// Where the results of these ops are not kept after F.
+    pub(super) fn dropping<K: Kernels>(graph: &Builder<'_, '_, K>, dropped: Vec<bool>) -> Self {
+        Deriver::new(graph, dropped).derive(graph)
     }
 }
 
 impl<'g, K: Kernels> Deriver<'g, K> {
-    fn new(graph: &'g Builder<'_, '_, K>, recompute: Recompute) -> Self {
+    fn new(graph: &'g Builder<'_, '_, K>, dropped: Vec<bool>) -> Self {
         let mut this = Self {
             nodes: &graph.nodes,
-            recompute,
+            dropped,
             slots: vec![],
             value_slot: vec![usize::MAX; graph.values.len()],
             extra_slots: vec![],
@@ -142,7 +153,8 @@ impl<'g, K: Kernels> Deriver<'g, K> {
         for n in (0..self.nodes.len()).rev() {
             self.reverse(n, &wanted, &mut gradients, &mut weights);
         }
-        let backward = self.with_again(gradients.steps, &[]);
+        let mut backward = self.with_again(gradients.steps, &[]);
+        self.make_for_weights(&mut backward, &weights);
         let there = self.made_again(&backward);
         let weights = self.with_again(weights, &there);
         let input_gradients: Vec<Option<Slot>> =
@@ -236,15 +248,6 @@ impl<'g, K: Kernels> Deriver<'g, K> {
         gradients.of[val.index()] = Some(sum);
     }
 
-    /// Whether an op's results are computed again.
-    fn is_dropped(&self, n: usize) -> bool {
-        match self.nodes[n].keep {
-            Keep::Always => false,
-            Keep::Never => true,
-            Keep::Attention => self.recompute == Recompute::Attention,
-        }
-    }
-
     /// Puts before every step what has to be computed again for it. What is in `there` is not.
     fn with_again(&self, steps: Vec<What>, there: &[Slot]) -> Vec<What> {
         let mut list = vec![];
@@ -259,7 +262,7 @@ impl<'g, K: Kernels> Deriver<'g, K> {
     }
 
     fn again(&self, slot: Slot, there: &mut Vec<Slot>, list: &mut Vec<What>) {
-        let Some(n) = self.maker.get(slot).copied().flatten().filter(|&n| self.is_dropped(n)) else { return };
+        let Some(n) = self.maker.get(slot).copied().flatten().filter(|&n| self.dropped[n]) else { return };
         if there.contains(&slot) {
             return;
         }
@@ -269,6 +272,20 @@ impl<'g, K: Kernels> Deriver<'g, K> {
         }
         there.extend(self.writes(&step));
         list.push(step);
+    }
+
+    /// W has no weights to compute with: what it needs again that takes some is made at the end of B.
+    fn make_for_weights(&self, backward: &mut Vec<What>, weights: &[What]) {
+        let mut there: Vec<Slot> = backward.iter().flat_map(|what| self.writes(what)).collect();
+        for slot in weights.iter().flat_map(|what| self.reads(what)) {
+            let mut list = vec![];
+            self.again(slot, &mut there.clone(), &mut list);
+            let takes_weights =
+                |what: &What| matches!(what, What::Forward { node } if self.nodes[*node].op.has_weights());
+            if list.iter().any(takes_weights) {
+                self.again(slot, &mut there, backward);
+            }
+        }
     }
 
     /// What B computed again and W may use: not what is cheaper to compute than to keep.

@@ -15,6 +15,7 @@
 //!  kept  F..B  x, stats, normed, hidden, active      B..W  normed, d_hidden, active, dy, sums
 //! ```
 
+pub(crate) mod budget;
 mod build;
 mod derive;
 mod op;

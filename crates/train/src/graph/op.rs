@@ -211,6 +211,11 @@ pub(super) trait Op<K: Kernels>: Send {
         false
     }
 
+    /// Whether F may be run a second time: not where ranks speak to each other.
+    fn can_run_again(&self) -> bool {
+        true
+    }
+
     /// Whether its output is a loss, whose gradient is one.
     fn is_loss(&self) -> bool {
         false

@@ -6,13 +6,16 @@ use std::sync::Arc;
 use crossmesh_core::mesh::Mesh;
 use crossmesh_testkit::sweep;
 
+use super::budget::{again, frontier, within};
+use super::build::Keep;
+use super::derive::Passes;
 use super::ops::attention::AttentionSpec;
 use super::ops::linear::{LinearSpec, Parallel, TableSpec};
 use super::ops::norm::NormSpec;
 use super::*;
 use crate::chain::Flow;
 use crate::flat::{Flat, FlatMut};
-use crate::group::{Group, in_process};
+use crate::group::{Counted, Group, Traffic, in_process};
 use crate::kernels::Activation;
 use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::parameter::{Init, Parameter, Parameters, initial, shard_indices};
@@ -125,7 +128,11 @@ fn recipe(seed: u64) -> Recipe {
         steps.push(piece);
     }
     let end = if d.chance(50) { End::CrossEntropy { axis: any(&mut d) } } else { End::SquaredError };
-    let recompute = if d.chance(50) { Recompute::Attention } else { Recompute::Nothing };
+    let recompute = match d.between(0, 2) {
+        0 => Recompute::Nothing,
+        1 => Recompute::Attention,
+        _ => Recompute::Within(d.between(0, 2000) as u64),
+    };
     Recipe {
         rows_axis,
         samples: d.between(1, 3),
@@ -156,7 +163,12 @@ impl Recipe {
         let mut b = Builder::new(team, parameters);
         b.spoiled.0 = self.spoiled;
         self.describe(&mut b);
-        Unit::new(b, self.recompute)
+        let mut unit = Unit::new(b, self.recompute);
+        if let Recompute::Within(limit) = self.recompute {
+            let choices = unit.choices().iter().map(|(held, again)| (held.bytes(8), *again)).collect();
+            unit.choose(within(&[choices], limit)[0]);
+        }
+        unit
     }
 
     fn describe(&self, b: &mut Builder<'_, '_, Cpu<f64>>) {
@@ -311,6 +323,9 @@ struct Found {
     rows: std::ops::Range<usize>,
     parameters: Vec<Parameter>,
     grads: Vec<f64>,
+    traffic: Vec<Traffic>,
+    /// From F to B.
+    held: Elements,
 }
 
 const NAMES: [&str; 3] = ["x", "y", "z"];
@@ -337,7 +352,7 @@ fn run(recipe: &Recipe, axes: &[usize], data: &Data, bump: Option<(&str, usize, 
             let mut others = place.coord().to_vec();
             let at = std::mem::replace(&mut others[axis], 0) as usize;
             let group = groups.entry((axis, others)).or_insert_with(|| in_process::<f64>(len));
-            mine.push(Arc::clone(&group[at]));
+            mine.push(Arc::new(Counted::new(Arc::clone(&group[at]))));
         }
         ranks.push((place, mine));
     }
@@ -353,10 +368,12 @@ fn run(recipe: &Recipe, axes: &[usize], data: &Data, bump: Option<(&str, usize, 
 fn run_rank(
     recipe: &Recipe,
     place: StageRank,
-    groups: &[Arc<dyn Group<Buf>>],
+    counted: &[Arc<Counted<Buf>>],
     data: &Data,
     bump: Option<(&str, usize, f64)>,
 ) -> Found {
+    let groups: Vec<Arc<dyn Group<Buf>>> = counted.iter().map(|g| Arc::clone(g) as _).collect();
+    let groups = &groups[..];
     let mut parameters = Parameters::new::<f64>(&place);
     let unit = recipe.build(team(recipe, &place), &mut parameters);
     let mut parameters = parameters.into_list();
@@ -397,7 +414,17 @@ fn run_rank(
     let mut grads: Buf = vec![0.0; params.len()].into();
     unit.backward_weight(&ctx(None), &mut frame, &mut FlatMut::Whole(&mut grads)).unwrap();
     assert_eq!(frame.elements(), Elements::default(), "held after W");
-    Found { place, loss, dh, rows, parameters, grads: grads.to_vec() }
+    let traffic = counted.iter().map(|group| group.traffic()).collect();
+    Found {
+        place,
+        loss,
+        dh,
+        rows,
+        parameters,
+        grads: grads.to_vec(),
+        traffic,
+        held: unit.remembered().after_forward,
+    }
 }
 
 /// Gradients by name: of the input, and of the weights, summed as their layouts say.
@@ -522,4 +549,69 @@ fn gradients_are_derivatives() {
         }
     }
     assert!(compared > 100, "{compared} derivatives");
+}
+
+/// Whatever is dropped and computed again: no bit changes, nothing is sent twice, and no more is held than allowed.
+#[test]
+fn budgets_change_no_bit_and_send_nothing_twice() {
+    let mut frugal = 0;
+    for seed in 0..sweep::count(200) as u64 / 4 {
+        let plain = Recipe { recompute: Recompute::Nothing, ..recipe(seed) };
+        let data = plain.data(seed);
+        let wanted = run(&plain, &plain.axes, &data, None);
+        let most = wanted.iter().map(|f| f.held.bytes(8)).max().unwrap();
+        for limit in [0, most / 2, most * 3 / 4, u64::MAX] {
+            let recipe = Recipe { recompute: Recompute::Within(limit), ..plain.clone() };
+            let found = run(&recipe, &recipe.axes, &data, None);
+            for (a, b) in found.iter().zip(&wanted) {
+                let bits = |x: &[f64]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert_eq!(a.loss.to_bits(), b.loss.to_bits(), "{recipe:?}");
+                assert_eq!((bits(&a.dh), bits(&a.grads)), (bits(&b.dh), bits(&b.grads)), "{recipe:?}");
+                assert_eq!(a.traffic, b.traffic, "{recipe:?}");
+                assert!(a.held.bytes(8) <= b.held.bytes(8), "{recipe:?}");
+                frugal += usize::from(a.held.bytes(8) < b.held.bytes(8));
+            }
+        }
+    }
+    assert!(frugal > 50, "{frugal} ranks held less");
+}
+
+/// Of all sets of ops that could be dropped, none that fits a limit computes less again than the one that is taken.
+#[test]
+fn the_kept_set_is_that_of_an_exhaustive_search() {
+    let mut compared = 0;
+    for seed in 0..sweep::count(200) as u64 / 4 {
+        let recipe = Recipe { axes: vec![1; recipe(seed).axes.len()], ..recipe(seed) };
+        let place = StageRank::over(mesh(&recipe.axes), 0).unwrap();
+        let mut parameters = Parameters::new::<f64>(&place);
+        let mut b = Builder::<Cpu<f64>>::new(team(&recipe, &place), &mut parameters);
+        recipe.describe(&mut b);
+        let able = |n: &usize| {
+            let node = &b.nodes[*n];
+            !node.same && node.op.can_run_again() && !node.op.is_loss() && node.keep != Keep::Never
+        };
+        let able: Vec<usize> = (0..b.nodes.len()).filter(able).collect();
+        if able.len() > 10 {
+            continue;
+        }
+        let never: Vec<bool> = b.nodes.iter().map(|node| node.keep == Keep::Never).collect();
+        let all: Vec<(u64, f64)> = (0..1usize << able.len())
+            .map(|set| {
+                let mut dropped = never.clone();
+                able.iter().enumerate().for_each(|(i, &n)| dropped[n] |= set >> i & 1 == 1);
+                let passes = Passes::dropping(&b, dropped);
+                let held: Elements = passes.after_forward.iter().map(|&slot| passes.slots[slot]).sum();
+                (held.bytes(8), again(&b, &passes))
+            })
+            .collect();
+        let choices: Vec<(u64, f64)> = frontier(&b, 8).iter().map(|c| (c.held.bytes(8), c.again)).collect();
+        let (least, most) = (all.iter().map(|c| c.0).min().unwrap(), all.iter().map(|c| c.0).max().unwrap());
+        for limit in [least, (least + most) / 2, (least + 3 * most) / 4, most] {
+            let best = all.iter().filter(|c| c.0 <= limit).map(|c| c.1).fold(f64::INFINITY, f64::min);
+            let taken = choices[within(std::slice::from_ref(&choices), limit)[0]];
+            assert!(taken.0 <= limit && taken.1 == best, "{recipe:?}: {taken:?} for {best} within {limit}");
+            compared += 1;
+        }
+    }
+    assert!(compared > 40, "{compared}");
 }

@@ -2,9 +2,11 @@
 
 use crate::chain::Flow;
 use crate::flat::FlatMut;
+use crate::kernels::scalar::Scalar as _;
 use crate::kernels::{Buffer, Kernels};
 use crate::stage::{Recompute, StageError, Value};
 
+use super::budget::{again, frontier};
 use super::build::{Access, Builder, Input, Node};
 use super::derive::{Passes, Slot, Step, What};
 use super::op::{Arg, Born, Cost, Ctx, Mode, Reads, Saved};
@@ -107,14 +109,43 @@ pub struct Unit<K: Kernels> {
     /// Names of what it gives, and their slots.
     outputs: Vec<(String, Slot)>,
     passes: Passes,
+    /// Operations that B and W spend on values that F had made.
+    again: f64,
+    /// Where memory is to be kept within a limit: passes that keep less and less.
+    frugal: Vec<(Passes, f64)>,
 }
 
 impl<K: Kernels> Unit<K> {
     pub fn new(graph: Builder<'_, '_, K>, recompute: Recompute) -> Self {
         let passes = Passes::of(&graph, recompute);
+        let frugal = match recompute {
+            Recompute::Within(_) => {
+                let choices = frontier(&graph, K::Real::DTYPE.bytes());
+                choices.iter().map(|c| (Passes::dropping(&graph, c.dropped.clone()), c.again)).collect()
+            }
+            _ => vec![],
+        };
+        let again = again(&graph, &passes);
         let Builder { nodes, inputs, outputs, .. } = graph;
         let outputs = outputs.into_iter().map(|(name, val)| (name, passes.value_slot[val.index()])).collect();
-        Self { nodes, inputs, outputs, passes }
+        Self { nodes, inputs, outputs, passes, again, frugal }
+    }
+
+    /// Where memory is to be kept within a limit: what it may hold from F to B, and the operations that each choice costs, from the most held to the least.
+    pub fn choices(&self) -> Vec<(Elements, f64)> {
+        let held = |p: &Passes| p.after_forward.iter().map(|&slot| p.slots[slot]).sum();
+        self.frugal.iter().map(|(passes, again)| (held(passes), *again)).collect()
+    }
+
+    /// Takes one of them.
+    pub fn choose(&mut self, choice: usize) {
+        (self.passes, self.again) = self.frugal.swap_remove(choice);
+        self.frugal.clear();
+    }
+
+    /// Operations that B and W spend on values that F had made.
+    pub fn again(&self) -> f64 {
+        self.again
     }
 
     /// What it will hold.

@@ -111,7 +111,7 @@ impl Case {
         let spec = Spec { chunks, backward, ..Spec::even(self.meshes.len() as u32, self.microbatches) };
         let schedule = generate(name, &spec).unwrap();
         let stages = cut(self.kind.model::<T>().num_units(), schedule.placement().num_stages());
-        let mut next = 0;
+        let (mut next, count) = (0, stages.len());
         let team = |text: &&str| {
             let mesh: crossmesh_core::mesh::Mesh = text.parse().unwrap();
             let ranks = (next..next + mesh.len()).map(Rank::at).collect();
@@ -127,7 +127,7 @@ impl Case {
             teams,
             cluster: Cluster::of_hosts(hosts),
             samples: self.samples,
-            recompute: self.recompute,
+            recompute: vec![self.recompute; count],
             seed: 11,
             update: Update {
                 dealt: self.dealt.clone(),

@@ -163,6 +163,10 @@ impl<K: Kernels> Op<K> for Reshard {
         self.backward == Move::Nothing
     }
 
+    fn can_run_again(&self) -> bool {
+        matches!(self.forward, Move::Nothing | Move::Slice)
+    }
+
     fn forward(
         &self,
         ctx: &Ctx<'_, K>,
