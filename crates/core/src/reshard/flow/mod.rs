@@ -55,9 +55,12 @@ const MAX_COMPARED_TRANSFERS: usize = 20_000;
 /// The same for sums: paths through many hosts take long to simulate.
 const MAX_COMPARED_SUMS: usize = 4_000;
 /// Shapes of trees by load towards the root and away from it, and batches, in the order in which they are tried.
-const BALANCED: [(Shape, Shape, u64); 4] = [
+const BALANCED: [(Shape, Shape, u64); 6] = [
     (Shape::Path, Shape::Path, 1),
+    // Where a host has every part, what it adds up spreads like any other value: from the root, or by way of others.
+    (Shape::Path, Shape::Star, 1),
     (Shape::Star, Shape::Star, 1),
+    (Shape::Path, Shape::Star, 4),
     (Shape::Path, Shape::Path, 4),
     (Shape::Star, Shape::Star, 4),
 ];
