@@ -6,7 +6,7 @@
 use rustc_hash::FxHashMap;
 
 use super::{Op, OpKind, Program};
-use crate::id::Rank;
+use crate::id::{Rank, RegionId};
 
 /// An op's place: rank and index.
 pub type At = (u32, u32);
@@ -46,87 +46,154 @@ pub enum MatchError {
 /// All messages of a program, by tag.
 #[derive(Debug)]
 pub struct Messages {
-    pub by_tag: Vec<Message>,
+    /// By tag.
+    pairs: Vec<Pair>,
+    /// How many there are.
+    pub count: usize,
+    /// What they carry together, or the largest number there is.
+    pub bytes: u64,
 }
 
 impl Messages {
-    pub fn of(program: &Program) -> Result<Self, MatchError> {
-        let num_ops: usize = program.ranks.iter().map(|r| r.ops.len()).sum();
-        let mut matcher = Matcher {
-            messages: Vec::with_capacity(num_ops / 2 + 1),
-            received_after: Vec::with_capacity(num_ops / 2 + 1),
-            num_ops,
-        };
-        let (mut sent, mut received) = (Channels::new(program), Channels::new(program));
-        for (rank, ops) in (0..).map(Rank).zip(&program.ranks) {
-            for (i, op) in (0..).zip(&ops.ops) {
-                matcher.add(rank, (rank.0, i), op, &mut sent, &mut received)?;
-            }
-        }
-        matcher.check(program)?;
-        Ok(Self { by_tag: matcher.messages })
+    /// One above the largest tag.
+    pub fn num_tags(&self) -> usize {
+        self.pairs.len()
+    }
+
+    /// The message of a tag, if there is such a tag.
+    pub fn get(&self, tag: u32) -> Option<&Message> {
+        self.pairs.get(tag as usize).map(|pair| &pair.message)
     }
 
     /// The messages that there are, with their tags.
     pub fn iter(&self) -> impl Iterator<Item = (u32, &Message)> {
-        (0..).zip(&self.by_tag).filter(|(_, m)| m.send != NOWHERE)
+        (0..).zip(self.pairs.iter().map(|pair| &pair.message)).filter(|(_, m)| m.send != NOWHERE)
     }
 }
 
-struct Matcher {
-    messages: Vec<Message>,
-    received_after: Vec<u32>,
-    num_ops: usize,
+impl std::ops::Index<u32> for Messages {
+    type Output = Message;
+
+    fn index(&self, tag: u32) -> &Message {
+        &self.pairs[tag as usize].message
+    }
 }
 
-impl Matcher {
-    fn add(
-        &mut self,
-        rank: Rank,
-        at: At,
-        op: &Op,
-        sent: &mut Channels,
-        received: &mut Channels,
-    ) -> Result<(), MatchError> {
-        match op.kind {
-            OpKind::Send { to, lane, tag, .. } => {
-                self.make_room(rank, tag, "sends")?;
-                let message = &mut self.messages[tag as usize];
-                if message.send != NOWHERE {
-                    return Err(MatchError::NotOnce { rank, tag, what: "sends" });
+/// Matches ends, rank by rank.
+pub struct Matcher<'a> {
+    program: &'a Program,
+    pairs: Vec<Pair>,
+    /// Messages whose ends do not fit together.
+    differing: Vec<(u32, &'static str)>,
+    sent: Channels,
+    received: Channels,
+    num_ops: usize,
+    count: usize,
+    bytes: u64,
+}
+
+/// A message in the making, and what the end that was seen first says of it: the other is held against that, without a look
+/// back at an op that may be hundreds of megabytes away.
+#[derive(Debug, Clone, Copy)]
+struct Pair {
+    message: Message,
+    received_after: u32,
+    said: Said,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Said {
+    peer: Rank,
+    lane: u32,
+    tensor: u32,
+    region: RegionId,
+    bytes: u64,
+}
+
+const NEW: Pair = Pair {
+    message: UNUSED,
+    received_after: NO_MESSAGE,
+    said: Said { peer: Rank(u32::MAX), lane: 0, tensor: 0, region: RegionId(0), bytes: 0 },
+};
+
+impl<'a> Matcher<'a> {
+    pub fn new(program: &'a Program) -> Self {
+        let num_ops: usize = program.ranks.iter().map(|r| r.ops.len()).sum();
+        Self {
+            program,
+            pairs: Vec::with_capacity(num_ops / 2 + 1),
+            differing: vec![],
+            sent: Channels::new(program),
+            received: Channels::new(program),
+            num_ops,
+            count: 0,
+            bytes: 0,
+        }
+    }
+
+    /// Adds a rank's sends and receives.
+    pub fn add(&mut self, rank: Rank) -> Result<(), MatchError> {
+        for (i, op) in (0..).zip(&self.program.ranks[rank.index()].ops) {
+            match op.kind {
+                OpKind::Send { to, lane, tag, .. } => {
+                    self.make_room(rank, tag, "sends")?;
+                    let pair = &mut self.pairs[tag as usize];
+                    if pair.message.send != NOWHERE {
+                        return Err(MatchError::NotOnce { rank, tag, what: "sends" });
+                    }
+                    pair.message.send = (rank.0, i);
+                    pair.message.previous = self.sent.follow(rank, to, lane, tag);
+                    let other = pair.message.recv;
+                    self.hold(tag, rank, other, Said::by(op, to, lane));
+                    (self.count, self.bytes) = (self.count + 1, self.bytes.saturating_add(op.bytes));
                 }
-                message.send = at;
-                message.previous = sent.follow(rank, to, lane, tag);
-            }
-            OpKind::Recv { from, lane, tag, .. } => {
-                self.make_room(rank, tag, "receives")?;
-                let message = &mut self.messages[tag as usize];
-                if message.recv != NOWHERE {
-                    return Err(MatchError::NotOnce { rank, tag, what: "receives" });
+                OpKind::Recv { from, lane, tag, .. } => {
+                    self.make_room(rank, tag, "receives")?;
+                    let pair = &mut self.pairs[tag as usize];
+                    if pair.message.recv != NOWHERE {
+                        return Err(MatchError::NotOnce { rank, tag, what: "receives" });
+                    }
+                    pair.message.recv = (rank.0, i);
+                    pair.received_after = self.received.follow(rank, from, lane, tag);
+                    let other = pair.message.send;
+                    self.hold(tag, rank, other, Said::by(op, from, lane));
                 }
-                message.recv = at;
-                self.received_after[tag as usize] = received.follow(rank, from, lane, tag);
+                OpKind::Copy { .. } | OpKind::Compute { .. } => {}
             }
-            OpKind::Copy { .. } | OpKind::Compute { .. } => {}
         }
         Ok(())
+    }
+
+    /// Holds what an end says against what the other said, or keeps it until that comes.
+    fn hold(&mut self, tag: u32, rank: Rank, other: At, said: Said) {
+        let pair = &mut self.pairs[tag as usize];
+        if other == NOWHERE {
+            pair.said = said;
+        } else if let Some(what) = pair.said.differs(Rank(other.0), &said, rank, self.program) {
+            self.differing.push((tag, what));
+        }
     }
 
     /// Tags may leave gaps, but a table of them stays in proportion to the ops.
     fn make_room(&mut self, rank: Rank, tag: u32, what: &'static str) -> Result<(), MatchError> {
         const GAPS: usize = 64;
-        if (tag as usize) >= self.messages.len() {
+        if (tag as usize) >= self.pairs.len() {
             if tag as usize >= GAPS * (self.num_ops + GAPS) {
                 return Err(MatchError::TagTooLarge { rank, tag, what, ops: self.num_ops });
             }
-            self.messages.resize(tag as usize + 1, UNUSED);
-            self.received_after.resize(tag as usize + 1, NO_MESSAGE);
+            self.pairs.resize(tag as usize + 1, NEW);
         }
         Ok(())
     }
 
-    fn check(&self, program: &Program) -> Result<(), MatchError> {
-        for (tag, (message, received_after)) in (0..).zip(self.messages.iter().zip(&self.received_after)) {
+    /// Once all ranks were added: the first message with a flaw, or all of them.
+    pub fn finish(mut self) -> Result<Messages, MatchError> {
+        self.differing.sort_unstable();
+        let differs = |tag: u32| {
+            let at = self.differing.binary_search_by_key(&tag, |(tag, _)| *tag).ok()?;
+            Some(self.differing[at].1)
+        };
+        for (tag, Pair { message, received_after, .. }) in (0..).zip(&self.pairs) {
             let (src, dst) = (Rank(message.send.0), Rank(message.recv.0));
             match (message.send, message.recv) {
                 (NOWHERE, NOWHERE) => continue,
@@ -140,38 +207,39 @@ impl Matcher {
                 }
                 _ => {}
             }
-            let op = |at: At| &program.ranks[at.0 as usize].ops[at.1 as usize];
-            if let Some(what) = difference(program, op(message.send), op(message.recv), src, dst) {
+            if let Some(what) = differs(tag) {
                 return Err(MatchError::EndsDiffer { tag, src, dst, what });
             }
             if message.previous != *received_after {
                 return Err(MatchError::ChannelOrder { tag, src, dst });
             }
         }
-        Ok(())
+        Ok(Messages { pairs: self.pairs, count: self.count, bytes: self.bytes })
     }
 }
 
-/// In what a send and its receive differ.
-fn difference(program: &Program, send: &Op, recv: &Op, src: Rank, dst: Rank) -> Option<&'static str> {
-    let (OpKind::Send { to, lane, .. }, OpKind::Recv { from, lane: other_lane, .. }) = (send.kind, recv.kind)
-    else {
-        unreachable!("a message's ends are a send and a receive");
-    };
-    let same_box =
-        || send.region == recv.region || program.boxes.get(send.region) == program.boxes.get(recv.region);
-    if to != dst || from != src {
-        Some("peers")
-    } else if lane != other_lane {
-        Some("lane")
-    } else if send.bytes != recv.bytes {
-        Some("bytes")
-    } else if send.tensor != recv.tensor {
-        Some("tensor")
-    } else if send.bytes > 0 && !same_box() {
-        Some("box")
-    } else {
-        None
+impl Said {
+    fn by(op: &Op, peer: Rank, lane: u32) -> Self {
+        Self { peer, lane, tensor: op.tensor, region: op.region, bytes: op.bytes }
+    }
+
+    /// In what this, said by one rank, differs from what another rank says.
+    fn differs(&self, by: Rank, other: &Said, other_by: Rank, program: &Program) -> Option<&'static str> {
+        let boxes = &program.boxes;
+        let same_box = || self.region == other.region || boxes.get(self.region) == boxes.get(other.region);
+        if self.peer != other_by || other.peer != by {
+            Some("peers")
+        } else if self.lane != other.lane {
+            Some("lane")
+        } else if self.bytes != other.bytes {
+            Some("bytes")
+        } else if self.tensor != other.tensor {
+            Some("tensor")
+        } else if self.bytes > 0 && !same_box() {
+            Some("box")
+        } else {
+            None
+        }
     }
 }
 

@@ -35,7 +35,7 @@ use super::assign::{Candidate, Job, least_time};
 use super::demand::{Class, Demands, SumSource};
 use super::problem::{PlanError, Problem};
 use joint::joint_bound;
-use messages::{Need, Parts};
+use messages::{Copies, Need, Parts};
 
 /// The least seconds any plan needs, and what stands in the way of fewer.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -236,7 +236,7 @@ impl<'a> Level<'a> {
             false => "nothing has to cross a link".into(),
         };
         let alone = self.bytes_alone(&needs);
-        let (unhelped_s, binding) = self.without_help(classes, bound.seconds);
+        let (unhelped_s, binding) = self.without_help(&needs, bound.seconds);
         if has_sums || unhelped_s > bound.seconds {
             let floor_s = bound.seconds;
             bound = bound.or_larger(self.out_of_sets(&needs, &alone, floor_s));
@@ -274,8 +274,15 @@ impl<'a> Level<'a> {
 
     /// The least time to send copies of whole values if only holders and receivers send. Never below the bound, so a
     /// bound that reaches it needs no further look.
-    fn without_help(&self, classes: &[Class], floor_s: f64) -> (f64, Vec<u32>) {
-        least_time(&out_jobs(classes), &self.out_rates, &vec![0; self.out_rates.len()], floor_s)
+    fn without_help(&self, needs: &[Need], floor_s: f64) -> (f64, Vec<u32>) {
+        let class = |copies: Copies| Class {
+            bytes: copies.bytes,
+            holders: copies.holders.to_vec(),
+            receivers: copies.receivers.to_vec(),
+            items: vec![],
+        };
+        let classes: Vec<Class> = needs.iter().filter_map(Need::copies).map(class).collect();
+        least_time(&out_jobs(&classes), &self.out_rates, &vec![0; self.out_rates.len()], floor_s)
     }
 
     /// The worst set of nodes, by what only they hold.
@@ -307,6 +314,13 @@ impl<'a> Level<'a> {
             worst = worst.or_larger(self.of_messages(seconds, bytes, &busy, &self.in_rates, "in"));
             let (seconds, bytes) = messages::out_of(needs, &busy, &self.out_rates);
             worst = worst.or_larger(self.of_messages(seconds, bytes, &busy, &self.out_rates, "out"));
+            let (seconds, bytes, rate) = messages::across(needs, &busy, &self.out_rates, &self.in_rates);
+            if seconds > worst.seconds {
+                let nodes: Vec<u32> = (0..busy.len() as u32).filter(|&n| busy[n as usize]).collect();
+                let at = at_rate(bytes, rate);
+                let reason = format!("{} out and all others in, messages: {at}", self.names(&nodes));
+                worst = Bound { seconds, reason, ..Bound::default() };
+            }
         }
         worst
     }
@@ -421,6 +435,18 @@ mod tests {
         assert!(all_reduce(4).reason.ends_with("others helping"), "{:?}", all_reduce(4));
         // Two of them, and every host sends and receives once.
         is(all_reduce(5), 3600.0, 1.25e9);
+    }
+
+    #[test]
+    fn hosts_that_take_in_enough_do_not_help_those_that_send() {
+        // Rows are whole on h0 to h3, columns wanted on h2 and h3 (the first quarter), h4, h5 and h6. A sixteenth is 1. Nobody takes in
+        // more than 4 or is alone with more than 4 to send. But h0 to h3 send 18, unless others forward for them, who take in
+        // 12 for themselves: 18 + 12 over seven NICs, 30/7.
+        let (shape, sixteenth) = ("f32[4096,4096]", 4.0 * 1024.0 * 1024.0);
+        let b =
+            bound(&format!("{shape}@A{{a:4,b:2}}(a,_ | sum b)"), &format!("{shape}@B{{a:4,b:4}}=4-19(_,a)"));
+        is(b.clone(), 30.0 / 7.0 * sixteenth, 1.25e9);
+        assert!(b.reason.starts_with("h0 h1 h2 h3 out and all others in, messages"), "{b:?}");
     }
 
     #[test]

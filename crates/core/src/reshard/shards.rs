@@ -56,6 +56,15 @@ impl AllSides {
         &self.kinds[self.kind_of[tensor as usize] as usize]
     }
 
+    /// What tensors with the same layouts on the same ranks have in common: a number below [`AllSides::num_kinds`].
+    pub fn kind(&self, tensor: u32) -> usize {
+        self.kind_of[tensor as usize] as usize
+    }
+
+    pub fn num_kinds(&self) -> usize {
+        self.kinds.len()
+    }
+
     /// Of every tensor, in order.
     pub fn iter(&self) -> impl Iterator<Item = &Sides> {
         self.kind_of.iter().map(|&kind| &self.kinds[kind as usize])

@@ -112,7 +112,7 @@ impl<'a> Before<'a> {
                 return true;
             }
             if let OpKind::Recv { tag, .. } = op.kind
-                && self.reach(order.messages.by_tag[tag as usize].send, moment, target)
+                && self.reach(order.messages[tag].send, moment, target)
             {
                 return true;
             }

@@ -69,6 +69,7 @@ struct Use {
 }
 
 /// A box of a space that some op writes.
+#[derive(Clone, Copy)]
 struct Written<'a> {
     space: u32,
     region: &'a Region,
@@ -205,10 +206,8 @@ impl<'a> RankMemory<'a> {
         Ok(())
     }
 
-    fn make_cells(&mut self, mut written: Vec<Written<'a>>) -> Result<(), VerifyError> {
-        if !written.is_sorted_by_key(|w| w.space) {
-            written.sort_by_key(|w| w.space);
-        }
+    fn make_cells(&mut self, written: Vec<Written<'a>>) -> Result<(), VerifyError> {
+        let written = by_space(written, self.spaces.spaces.len());
         let mut rest = &written[..];
         let mut filled = vec![];
         for space in 0..self.spaces.spaces.len() as u32 {
@@ -216,7 +215,7 @@ impl<'a> RankMemory<'a> {
             let (own, behind) = rest.split_at(len);
             rest = behind;
             if self.plain[space as usize] {
-                filled.extend(own.iter().map(|w| Written { ..*w }));
+                filled.extend_from_slice(own);
                 continue;
             }
             let first = self.cells.len() as u32;
@@ -599,6 +598,25 @@ impl<'a> RankMemory<'a> {
             }
         }
     }
+}
+
+/// Sorts by space, and leaves what is of one space in its order. Spaces are numbered, so counting them does.
+fn by_space(written: Vec<Written>, num_spaces: usize) -> Vec<Written> {
+    if written.is_sorted_by_key(|w| w.space) {
+        return written;
+    }
+    let mut next = vec![0; num_spaces + 1];
+    written.iter().for_each(|w| next[w.space as usize + 1] += 1);
+    for space in 0..num_spaces {
+        next[space + 1] += next[space];
+    }
+    let mut sorted = written.clone();
+    for w in written {
+        let place = &mut next[w.space as usize];
+        sorted[*place] = w;
+        *place += 1;
+    }
+    sorted
 }
 
 fn reduces(op: &Op) -> bool {

@@ -118,19 +118,17 @@ pub fn verify_for(program: &Program, problem: &Problem) -> Result<Proof, VerifyE
 /// Proves a program right by itself: messages match, nothing waits in a cycle, every read sees what was to be there, nothing is
 /// written while somebody uses it, and goals end up with whole values.
 pub fn verify_program(program: &Program) -> Result<Proof, VerifyError> {
-    tables::check(program)?;
-    let messages = Messages::of(program)?;
+    let messages = tables::check(program)?;
     let order = Order::new(program, &messages)?;
     match program.tensors.iter().any(|t| t.partial.is_some()) {
         true => follow_all(&order)?,
         false => follow_by_rank(&order)?,
     }
-    let sends = program.ranks.iter().flat_map(|r| &r.ops).filter(|op| matches!(op.kind, OpKind::Send { .. }));
-    let bytes = sends.map(|op| op.bytes).fold(0, u64::saturating_add);
     let extra = (0..).map(Rank).zip(&program.ranks).map(|(rank, ranked)| (ranked.extra_bytes(), rank));
     let (peak_extra_bytes, peak_rank) =
         extra.reduce(|a, b| if b.0 > a.0 { b } else { a }).unwrap_or((0, Rank(0)));
-    Ok(Proof { transfers: messages.iter().count(), bytes, peak_extra_bytes, peak_rank })
+    let Messages { count: transfers, bytes, .. } = messages;
+    Ok(Proof { transfers, bytes, peak_extra_bytes, peak_rank })
 }
 
 /// Follows whole values: what is received is what was to be sent, if every sender is right, so ranks can be looked at one by
@@ -162,7 +160,7 @@ fn follow_all(order: &Order) -> Result<(), VerifyError> {
         match event {
             Event::Local(at) => follow_local(&mut memories[at.0 as usize], order, at, &mut before)?,
             Event::Message(tag) => {
-                let message = order.messages.by_tag[tag as usize];
+                let message = order.messages[tag];
                 let ((src, send), (dst, recv)) = (message.send, message.recv);
                 let (Some(from), Some(into)) =
                     (order.op(message.send).ends().0, order.op(message.recv).ends().1)

@@ -47,15 +47,20 @@ pub enum Event {
 impl<'a> Order<'a> {
     pub fn new(program: &'a Program, messages: &'a Messages) -> Result<Self, VerifyError> {
         let mut firsts = Vec::with_capacity(program.ranks.len());
-        let (mut num_ops, mut locals) = (0, vec![]);
-        for (rank, ranked) in (0..).zip(&program.ranks) {
+        let mut num_ops = 0;
+        for ranked in &program.ranks {
             firsts.push(num_ops);
             num_ops += ranked.ops.len() as u32;
-            let own = (0..).zip(&ranked.ops).filter(|(_, op)| is_local(op));
-            locals.extend(own.map(|(i, _)| (rank, i)));
         }
-        let mut order = Self { program, messages, firsts, keys: vec![0; num_ops as usize], locals };
+        let keys = Vec::with_capacity(num_ops as usize);
+        let mut order = Self { program, messages, firsts, keys, locals: vec![] };
         if !order.follows_tags() {
+            order.locals.clear();
+            for (rank, ranked) in (0..).zip(&program.ranks) {
+                let own = (0..).zip(&ranked.ops).filter(|(_, op)| is_local(op));
+                order.locals.extend(own.map(|(i, _)| (rank, i)));
+            }
+            order.keys = vec![0; num_ops as usize];
             order.search()?;
         }
         Ok(order)
@@ -98,41 +103,44 @@ impl<'a> Order<'a> {
     }
 
     /// Whether the tags of messages rise along every edge. Keys are then a message's tag and one, and of other ops the largest key
-    /// that they wait for.
+    /// that they wait for. Finds keys and local ops on the way.
     fn follows_tags(&mut self) -> bool {
         let rises = |(tag, m): (u32, &Message)| m.previous == NO_MESSAGE || m.previous < tag;
         if !self.messages.iter().all(rises) {
             return false;
         }
-        for (rank, ranked) in self.program.ranks.iter().enumerate() {
-            let first = self.firsts[rank] as usize;
-            for (i, op) in ranked.ops.iter().enumerate() {
+        for (rank, ranked) in (0..).zip(&self.program.ranks) {
+            let first = self.keys.len();
+            for (i, op) in (0..).zip(&ranked.ops) {
                 let mut latest = 0;
                 for dep in ranked.deps(op) {
                     let on = &ranked.ops[dep.op as usize];
                     latest = latest.max(match on.tag() {
                         Some(tag) => tag.saturating_add(1),
-                        None if (dep.op as usize) < i => self.keys[first + dep.op as usize],
+                        None if dep.op < i => self.keys[first + dep.op as usize],
                         None => return false,
                     });
                 }
-                self.keys[first + i] = match op.tag() {
+                self.keys.push(match op.tag() {
                     Some(tag) if tag < latest => return false,
                     Some(tag) => tag + 1,
-                    None => latest,
-                };
+                    None => {
+                        self.locals.push((rank, i));
+                        latest
+                    }
+                });
             }
         }
         true
     }
 
     fn search(&mut self) -> Result<(), VerifyError> {
-        let num_messages = self.messages.by_tag.len();
+        let num_messages = self.messages.num_tags();
         let nodes = num_messages + self.locals.len();
         let sorted =
             topological(nodes, |node, i| self.waits_for(node, i)).map_err(|cycle| self.cycle(&cycle))?;
         for (place, node) in (0..).zip(sorted) {
-            let ends = match self.messages.by_tag.get(node as usize) {
+            let ends = match self.messages.get(node) {
                 Some(m) => [m.send, m.recv],
                 None => [self.locals[node as usize - num_messages], NOWHERE],
             };
@@ -147,15 +155,15 @@ impl<'a> Order<'a> {
     fn node(&self, at: At) -> u32 {
         self.op(at).tag().unwrap_or_else(|| {
             let local = self.locals.binary_search(&at).expect("all of these are listed");
-            (self.messages.by_tag.len() + local) as u32
+            (self.messages.num_tags() + local) as u32
         })
     }
 
     /// The `i`-th thing a node waits for: the message before it on its channel, then what its ops wait for.
     fn waits_for(&self, node: u32, i: usize) -> Option<u32> {
-        let (ends, previous) = match self.messages.by_tag.get(node as usize) {
+        let (ends, previous) = match self.messages.get(node) {
             Some(m) => ([m.send, m.recv], m.previous),
-            None => ([self.locals[node as usize - self.messages.by_tag.len()], NOWHERE], NO_MESSAGE),
+            None => ([self.locals[node as usize - self.messages.num_tags()], NOWHERE], NO_MESSAGE),
         };
         let mut i = i;
         if previous != NO_MESSAGE {
@@ -175,7 +183,7 @@ impl<'a> Order<'a> {
     }
 
     fn cycle(&self, nodes: &[u32]) -> VerifyError {
-        let messages = nodes.iter().filter(|n| (**n as usize) < self.messages.by_tag.len());
+        let messages = nodes.iter().filter(|n| (**n as usize) < self.messages.num_tags());
         let transfers = messages.map(|n| TransferId(*n)).collect();
         let buffered = topological(2 * self.num_ops(), |node, i| self.waits_buffered(node, i)).is_err();
         VerifyError::Cycle { transfers, buffered }
@@ -188,9 +196,8 @@ impl<'a> Order<'a> {
         let (op, ranked) = (self.op(at), &self.program.ranks[rank as usize]);
         let start = |at: At| 2 * self.index(at) as u32;
         let end = |at: At| start(at) + 1;
-        let message = op.tag().map(|tag| self.messages.by_tag[tag as usize]);
-        let before =
-            message.filter(|m| m.previous != NO_MESSAGE).map(|m| self.messages.by_tag[m.previous as usize]);
+        let message = op.tag().map(|tag| self.messages[tag]);
+        let before = message.filter(|m| m.previous != NO_MESSAGE).map(|m| self.messages[m.previous]);
         let sends = matches!(op.kind, OpKind::Send { .. });
         let mut waits: Vec<u32> = vec![];
         if node.is_multiple_of(2) {

@@ -1,12 +1,15 @@
 //! Whether a program's tables fit together, each entry looked at on its own. What is checked here, the rest relies on.
 
 use crate::id::Rank;
+use crate::program::messages::{Matcher, Messages};
 use crate::program::{DepKind, Holds, List, Op, OpKind, Program, RankProgram, Tensor, Tile, TileId};
 use crate::region::Region;
 
 use super::error::{OpName, VerifyError};
 
-pub fn check(program: &Program) -> Result<(), VerifyError> {
+/// Checks all tables and matches messages: rank by rank, while a rank's ops are at hand.
+pub fn check(program: &Program) -> Result<Messages, VerifyError> {
+    let mut matcher = Matcher::new(program);
     let wholes = (0..).zip(&program.tensors).map(|(i, t)| whole(i, t)).collect::<Result<Vec<_>, _>>()?;
     for (rank, ranked) in (0..).map(Rank).zip(&program.ranks) {
         let of_rank = OfRank { program, ranked, rank, wholes: &wholes };
@@ -16,8 +19,9 @@ pub fn check(program: &Program) -> Result<(), VerifyError> {
         for (i, op) in (0..).zip(&ranked.ops) {
             of_rank.check_op(i, op)?;
         }
+        matcher.add(rank)?;
     }
-    Ok(())
+    Ok(matcher.finish()?)
 }
 
 /// A tensor as a box; its bytes can be counted.

@@ -21,6 +21,17 @@
 //! ones (`C - 1` if no receiver holds a part); with helpers all but the last of the first `C - 1` (or `C`) may go into
 //! helpers. The same backwards for messages out of nodes, where a part that several nodes hold may leave any of them.
 //! Parts on several nodes: `C` is the fewest nodes that have them all.
+//!
+//! Out and in together: let some nodes pay 1 for what they send, and the others `sigma` for what they take in. A value that the
+//! first alone hold and want costs a message for each of them; or one message to a helper among the others, who sends the rest
+//! for nothing but has to take it in:
+//!
+//! ```text
+//! a holds p, b and c want it, d takes in q from a        a -> b -> c      2
+//!                                                        a -> d -> b, c   1 + sigma
+//! ```
+//!
+//! So hosts that have too much to send are not helped by hosts that have enough to take in.
 
 use std::collections::BTreeSet;
 
@@ -38,6 +49,13 @@ pub(super) struct Parts {
     fewest: usize,
     /// Nobody on this level has some part: it is another level's business.
     pub is_lacking: bool,
+}
+
+/// What is needed as copies: who has it and who lacks it.
+pub(super) struct Copies<'a> {
+    pub bytes: u64,
+    pub holders: &'a [u32],
+    pub receivers: &'a [u32],
 }
 
 impl Parts {
@@ -100,9 +118,21 @@ impl<'a> Need<'a> {
         Self { bytes, receivers: receivers.to_vec(), held: Held::Whole(holders), shared: false }
     }
 
+    /// Where every node with a part has all of them, each can make the sum by itself: that is as good as having it.
     pub(super) fn of_sum(bytes: u64, parts: &'a Parts, receivers: Vec<u32>) -> Self {
+        if parts.complete == parts.holders {
+            return Self { bytes, receivers, held: Held::Whole(&parts.complete), shared: false };
+        }
         let shared = receivers.iter().any(|r| parts.holders.binary_search(r).is_ok());
         Self { bytes, receivers, held: Held::Sum(parts), shared }
+    }
+
+    /// What has to be copied, unless it has to be added up first.
+    pub(super) fn copies(&self) -> Option<Copies<'_>> {
+        match self.held {
+            Held::Whole(holders) => Some(Copies { bytes: self.bytes, holders, receivers: &self.receivers }),
+            Held::Sum(_) => None,
+        }
     }
 
     fn holders(&self) -> &'a [u32] {
@@ -164,6 +194,25 @@ impl<'a> Need<'a> {
         }
     }
 
+    /// What a byte costs at least if `busy` nodes pay 1 for what they send and the others `sigma` for what they take in.
+    fn cost_across(&self, busy: &[bool], sigma: f64) -> f64 {
+        let is_busy = |n: &&u32| busy[**n as usize];
+        let inside = self.receivers.iter().filter(is_busy).count();
+        let into_others = sigma * (self.receivers.len() - inside) as f64;
+        let leaving = match self.held {
+            // Others that have it send it for nothing, once one of them has taken it in.
+            Held::Whole(holders) if !holders.iter().all(|n| busy[*n as usize]) => 0.0,
+            Held::Whole(_) if inside < self.receivers.len() => 1.0,
+            Held::Whole(_) => (inside as f64).min(1.0 + sigma),
+            Held::Sum(_) => {
+                let alone = self.leaving_alone().filter(|&n| busy[n as usize]).count();
+                let groups = self.leaving_groups().filter(|g| g.iter().all(|&n| busy[n as usize])).count();
+                (alone + groups) as f64
+            }
+        };
+        leaving + into_others
+    }
+
     fn is_within(&self, busy: &[bool]) -> bool {
         self.holders().iter().chain(&self.receivers).all(|&n| busy[n as usize])
     }
@@ -214,6 +263,26 @@ pub(super) fn into(needs: &[Need], busy: &[bool], rates: &[f64]) -> (f64, u64) {
 /// The same by messages out of nodes.
 pub(super) fn out_of(needs: &[Need], busy: &[bool], rates: &[f64]) -> (f64, u64) {
     worst_price(needs, busy, rates, Need::extra_out, Need::cost_out)
+}
+
+/// The least seconds by messages out of busy nodes and into the others, and what the two have to carry together.
+pub(super) fn across(needs: &[Need], busy: &[bool], out_rates: &[f64], in_rates: &[f64]) -> (f64, u64, f64) {
+    let sum = |rates: &[f64], chosen: bool| -> f64 {
+        rates.iter().zip(busy).filter(|(_, b)| **b == chosen).map(|(rate, _)| rate).sum()
+    };
+    let (out_rate, in_rate) = (sum(out_rates, true), sum(in_rates, false));
+    let copies = |need: &Need| matches!(need.held, Held::Whole(_)) && need.is_within(busy);
+    let turning: BTreeSet<usize> =
+        needs.iter().filter(|n| copies(n)).map(|n| n.receivers.len() - 1).filter(|n| *n > 0).collect();
+    let mut worst = (0.0, 0, out_rate);
+    for sigma in turning.into_iter().map(|n| n as f64) {
+        let rate = out_rate + sigma * in_rate;
+        let carried: f64 = needs.iter().map(|need| need.bytes as f64 * need.cost_across(busy, sigma)).sum();
+        if carried / rate > worst.0 {
+            worst = (carried / rate, carried as u64, rate);
+        }
+    }
+    worst
 }
 
 /// Tries the prices at which helping begins to pay for some piece; in between nothing is worse.

@@ -55,9 +55,12 @@ const MAX_COMPARED_TRANSFERS: usize = 20_000;
 /// The same for sums: paths through many hosts take long to simulate.
 const MAX_COMPARED_SUMS: usize = 4_000;
 /// Shapes of trees by load towards the root and away from it, and batches, in the order in which they are tried.
-const BALANCED: [(Shape, Shape, u64); 4] = [
+const BALANCED: [(Shape, Shape, u64); 6] = [
     (Shape::Path, Shape::Path, 1),
+    // Where a host has every part, what it adds up spreads like any other value: from the root, or by way of others.
+    (Shape::Path, Shape::Star, 1),
     (Shape::Star, Shape::Star, 1),
+    (Shape::Path, Shape::Star, 4),
     (Shape::Path, Shape::Path, 4),
     (Shape::Star, Shape::Star, 4),
 ];
@@ -112,7 +115,7 @@ fn plan_all(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError>
         options,
         demands: &demands,
         bound_s: bound.seconds,
-        style: Style::Turns { stars: true },
+        style: Style::Turns { stars: true, follow: false },
     };
     let mut best = flow.build(1.0, false)?;
     if !demands.sums.is_empty() {
@@ -189,8 +192,9 @@ impl Flow<'_> {
         if self.bound_s == 0.0 {
             return Ok(best);
         }
+        best = self.try_following(best)?;
         let links = Links::of(self.problem);
-        let mut styles = vec![Style::Turns { stars: false }];
+        let mut styles = vec![Style::Turns { stars: false, follow: false }];
         if self.options.max_extra_bytes.is_none() {
             let bound_s = self.bound_s;
             let balanced = |(up, down, batches)| Style::Balanced(Balanced { up, down, batches, bound_s });
@@ -208,6 +212,22 @@ impl Flow<'_> {
             }
         }
         self.style = best_style;
+        Ok(best)
+    }
+
+    /// Lets boxes follow each other through many hosts. Side by side they take long to fill their paths, and one behind the other
+    /// they may be in each other's way where paths part: which is faster is seen by simulating both.
+    fn try_following(&mut self, best: Built) -> Result<Built, PlanError> {
+        let size = best.plan.transfers().len();
+        if size <= MAX_COMPARED_SUMS || size > MAX_COMPARED_TRANSFERS {
+            return Ok(best);
+        }
+        let side_by_side = std::mem::replace(&mut self.style, Style::Turns { stars: true, follow: true });
+        let rival = self.build(1.0, false)?;
+        if rival.plan != best.plan && rival.predicted_s() < best.predicted_s() * 0.999 {
+            return Ok(rival);
+        }
+        self.style = side_by_side;
         Ok(best)
     }
 

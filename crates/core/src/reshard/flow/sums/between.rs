@@ -22,6 +22,17 @@ const AS_GOOD: f64 = 1.002;
 /// Paths of boxes side by side that take more than this share of the time to fill are too slow.
 const SLOW_FILL_SHARE: u64 = 90;
 
+/// Whether boxes that set off at one rank follow each other all the way, as one stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Following {
+    /// Where no sum arrives at a host that adds, nobody is in anybody's way.
+    Always,
+    /// Where boxes side by side use ports more evenly, or where sums end at hosts that add: paths are alike up to these hosts,
+    /// but behind them boxes are in each other's way for as long as it takes to get from one to the next.
+    IfSlow,
+    Never,
+}
+
 /// In which order boxes set off.
 struct Order {
     /// All boxes that set off at one rank are one stream.
@@ -32,7 +43,7 @@ struct Order {
 
 impl Emitter<'_> {
     pub(super) fn between_hosts(&mut self, cuts: &[Cut], style: Style, room: Option<&mut Room>) {
-        let stars = match style {
+        let (stars, follow) = match style {
             Style::Balanced(style) if room.is_none() => {
                 let trees = balanced(self.problem, cuts, (style.up, style.down), &self.plan, style.bound_s);
                 return self.emit_trees(
@@ -43,8 +54,8 @@ impl Emitter<'_> {
                     None,
                 );
             }
-            Style::Balanced(_) => false,
-            Style::Turns { stars } => stars,
+            Style::Balanced(_) => (false, false),
+            Style::Turns { stars, follow } => (stars, follow),
         };
         let rates: Vec<f64> = self.problem.cluster.hosts.iter().map(|h| h.in_bytes_per_s()).collect();
         let jobs: Vec<Job> = cuts.iter().map(Cut::among_hosts).collect();
@@ -62,7 +73,13 @@ impl Emitter<'_> {
             let trees = cuts.iter().zip(&roots);
             trees.map(|(cut, &root)| emitter.tree_between(cut, HostId(root), shape, &ends)).collect()
         };
-        self.emit_best(cuts, with, (may_star, apart), room);
+        let following = match (apart, self.many_ports) {
+            (true, false) => Following::Always,
+            (true, true) => Following::IfSlow,
+            (false, _) if follow && !ends.is_empty() => Following::IfSlow,
+            (false, _) => Following::Never,
+        };
+        self.emit_best(cuts, with, (may_star, following), room);
     }
 
     /// Emits the cuts with stars, if these put no more on any link than paths do, else with paths.
@@ -70,7 +87,7 @@ impl Emitter<'_> {
         &mut self,
         cuts: &[Cut],
         with: impl Fn(&Self, Shape) -> Vec<Tree>,
-        (may_star, apart): (bool, bool),
+        (may_star, following): (bool, Following),
         room: Option<&mut Room>,
     ) {
         let (mut trees, mut shape) = (with(self, Shape::Path), Shape::Path);
@@ -82,7 +99,11 @@ impl Emitter<'_> {
                 (trees, shape) = (stars, Shape::Star);
             }
         }
-        let follow = apart && (!self.many_ports || self.fills_slowly(cuts, &trees));
+        let follow = match following {
+            Following::Always => true,
+            Following::IfSlow => self.fills_slowly(cuts, &trees),
+            Following::Never => false,
+        };
         self.emit_trees(cuts, &trees, shape, Order { follow, batches: 1 }, room);
     }
 
@@ -125,9 +146,7 @@ impl Emitter<'_> {
         }
     }
 
-    /// Whether boxes side by side would take too long to fill their paths even with the smallest chunks. Where no sum
-    /// arrives at a host that adds, they may as well follow each other all the way; but with several ports, those that
-    /// run side by side use them more evenly.
+    /// Whether boxes side by side would take too long to fill their paths even with the smallest chunks.
     fn fills_slowly(&self, cuts: &[Cut], trees: &[Tree]) -> bool {
         let mut starts: FxHashMap<Rank, (u64, u64)> = FxHashMap::default();
         for (cut, tree) in cuts.iter().zip(trees) {

@@ -3,6 +3,7 @@
 use crate::id::{HostId, Rank};
 
 use super::super::emit::Emitter;
+use super::between::Following;
 use super::cuts::Cut;
 use super::room::Room;
 use super::roots::{Job, roots};
@@ -17,7 +18,7 @@ impl Emitter<'_> {
         let with = |_: &Self, shape| -> Vec<Tree> {
             jobs.iter().zip(&roots).map(|(job, &root)| job.tree_inside(first, root, shape)).collect()
         };
-        self.emit_best(cuts, with, (all_add, false), room);
+        self.emit_best(cuts, with, (all_add, Following::Never), room);
     }
 }
 

@@ -62,8 +62,9 @@ pub(super) struct Balanced {
 /// How hosts are told apart that could do the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Style {
-    /// Everybody in turn: stars where they may be and put no more on any link than paths do.
-    Turns { stars: bool },
+    /// Everybody in turn: stars where they may be and put no more on any link than paths do. With `follow`, boxes that end at
+    /// hosts that add follow each other too, where they would take long to fill their paths side by side.
+    Turns { stars: bool, follow: bool },
     /// By load.
     Balanced(Balanced),
 }

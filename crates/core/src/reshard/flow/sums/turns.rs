@@ -16,6 +16,8 @@ const MAX_PORT_TURNS: u64 = 48;
 const MIN_BALANCED: u64 = 12;
 /// The most transfers of trees by load, of the classes of one source together.
 const MAX_BALANCED: u64 = 3_500;
+/// The same where fewer boxes could not be shared out evenly over ports: five boxes over four of them take twice as long as four.
+const MAX_EVEN: u64 = 10_000;
 
 impl Emitter<'_> {
     /// How many turns a piece takes: one for every host that could be its root, and for every device of a host.
@@ -63,16 +65,22 @@ impl Emitter<'_> {
         // Whole turns of the ports, where there is room for one.
         let most = (MAX_BALANCED / edges as u64).max(1);
         let turns = if most > ports { most / ports * ports } else { most };
-        wanted.min(turns)
+        // The boxes of all classes together are whole turns from here on.
+        let even = ports / gcd(ports, num_classes as u64);
+        match turns < even && even * edges as u64 <= MAX_EVEN {
+            true => wanted.min(even),
+            false => wanted.min(turns),
+        }
     }
 }
 
+fn gcd(mut a: u64, mut b: u64) -> u64 {
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
 fn lcm(a: u64, b: u64) -> u64 {
-    let gcd = |mut a: u64, mut b: u64| {
-        while b > 0 {
-            (a, b) = (b, a % b);
-        }
-        a
-    };
     a / gcd(a, b) * b
 }
