@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import queue
 import random
 import signal
 import subprocess
@@ -24,12 +23,13 @@ MOMENTS = int(os.environ.get("CROSSMESH_SWEEP", "1"))
 class Members:
     """Two publishers and two subscribers, and what they print."""
 
-    def __init__(self):
-        self.port, self.processes, self.said = free_port(), {}, queue.Queue()
+    def __init__(self, hosts=1):
+        self.port, self.processes, self.hosts = free_port(), {}, hosts
         self.lines = {}
 
     def start(self, side, rank, fault="none"):
         env = os.environ | {"CROSSMESH_SECRET": SECRET, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        env |= {"CROSSMESH_HOST": f"host{rank % self.hosts}"}
         command = [sys.executable, SCRIPT, side, str(rank), str(self.port), fault]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         self.processes[side, rank] = process
@@ -80,7 +80,8 @@ def survive(fault, side, moment):
     rng = random.Random(f"{fault} {side} {moment}")
     # Of a publisher, the roll call's own process is one of two.
     who = (side, rng.randrange(2))
-    with Members() as members:
+    # Members of both sides share a host, or hosts have one of each.
+    with Members(rng.choice([1, 2])) as members:
         for at in [("publisher", 0), ("publisher", 1), ("subscriber", 0), ("subscriber", 1)]:
             members.start(*at, fault if at == who and fault in ("corrupt", "race") else "none")
         members.both_reach(1, 30)
@@ -163,6 +164,38 @@ except cm.sync.MapError as error:
 time.sleep(0.3)
 """
     run(2, script, PORT=free_port(), NAME=name, WORDS=words)
+
+
+def test_members_of_a_host_are_ranks_in_a_row():
+    from crossmesh.sync.rollcall import host_by_host
+
+    class At:
+        def __init__(self, host):
+            self.host = host
+
+    members = [At(host) for host in "abcabba"]
+    in_order = host_by_host(members)
+    assert [m.host for m in in_order] == list("aaabbbc") and in_order[0] is members[0]
+    assert sorted(map(id, in_order)) == sorted(map(id, members))
+
+
+def test_digests_are_of_the_elements_whatever_the_strides():
+    import numpy as np
+    from crossmesh._native import digests
+
+    # BLAKE3's published digest of nothing.
+    assert digests([np.zeros((0, 3))])[0].hex() == "af1349b9f5f9a1a6a0404dea36dcc949"
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        shape = rng.integers(1, [9, 40, 300])[: rng.integers(1, 4)]
+        room = rng.integers(0, 1 << 16, [2 * n + 1 for n in shape]).astype(rng.choice(["u1", "u2", "u4", "u8"]))
+        view = room[tuple(slice(int(a), int(a) + int(n) * int(s), int(s)) for a, n, s in zip(rng.integers(0, 2, 3), shape, rng.integers(1, 3, 3)))]
+        view = view.transpose(rng.permutation(view.ndim))
+        packed = np.ascontiguousarray(view)
+        other = packed.copy()
+        other.flat[rng.integers(other.size)] ^= 1
+        one, same, flat, differs = digests([view, packed, packed.reshape(-1).view(np.uint8), other])
+        assert one == same == flat != differs, (view.shape, view.strides)
 
 
 def test_a_stranger_is_turned_away():

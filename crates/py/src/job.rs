@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crossmesh_comm::auth::Secret;
 use crossmesh_comm::driver::Promise;
 use crossmesh_comm::engine::JobReport;
-use crossmesh_comm::environment::{Flags, variables};
+use crossmesh_comm::environment::{Flags, host_name, variables};
 use crossmesh_comm::job::{Job as Inner, JoinOptions, Outcome, StartError, Work};
 use crossmesh_core::id::Rank;
 use pyo3::exceptions::PyTimeoutError;
@@ -109,6 +109,12 @@ pub fn join(
         in_use: Arc::default(),
     };
     Ok(Job { shared: Arc::new(shared), size, launcher, hosts })
+}
+
+/// The name of this host, as ranks of a job are told it.
+#[pyfunction]
+pub fn host() -> String {
+    host_name(&variables())
 }
 
 fn seconds(name: &str, value: f64) -> PyResult<Duration> {

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import threading
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
-from .. import CrossmeshError, _native, plan
+from .. import CrossmeshError, _native
 from .channel import Channel, SyncError, host_and_port, secret_of
-from .rollcall import BEAT_S, MapError, data_secret, pairs_of, this_rank, written
+from .rollcall import BEAT_S, MapError, data_secret, plan_of, this_rank, written
 
 _ARRIVE_S = 5.0
 _DEADLINE_S = 3.0
@@ -45,7 +45,8 @@ class Member:
             try:
                 stream = socket.create_connection(self._address, timeout=1.0)
                 channel = Channel(stream, self._secret, "member")
-                hello = dict(side=self.side, rank=self.rank, size=self.size, epoch=self._epoch, tensors=self._tensors(), **self._state())
+                hello = dict(side=self.side, rank=self.rank, size=self.size, epoch=self._epoch, host=_native.host(), tensors=self._tensors())
+                hello |= self._state()
                 channel.send("hello", **hello)
                 self._channel = channel
                 while True:
@@ -147,7 +148,7 @@ class Member:
         """All members make the same one, of what the roll call says."""
         key = None if names is None else tuple(names)
         if key not in self._plans:
-            self._plans[key] = plan(pairs_of(self._roster, names), devices_per_host=1)
+            self._plans[key] = plan_of(self._roster, names)
         return self._plans[key]
 
     def timings(self) -> dict:
@@ -190,13 +191,17 @@ def offsets(boxes: list) -> list[list[int]]:
     return starts
 
 
-def digest(array: np.ndarray, boxes: list, region: list) -> str:
-    """Of the bits of a region that lies in one of the boxes of an array."""
+def part_of(array: np.ndarray, boxes: list, region: list) -> np.ndarray:
+    """A region that lies in one of the boxes of an array."""
     for box, start in zip(boxes, offsets(boxes)):
         if common(box, region) == [tuple(span) for span in region]:
-            cut = tuple(slice(o + r[0] - b[0], o + r[1] - b[0]) for o, r, b in zip(start, region, box))
-            return hashlib.blake2b(np.ascontiguousarray(array[cut]).view(np.uint8), digest_size=16).hexdigest()
+            return array[tuple(slice(o + r[0] - b[0], o + r[1] - b[0]) for o, r, b in zip(start, region, box))]
     raise SyncError(f"{region} is in none of {boxes}")
+
+
+def digests_of(parts: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Of the bits of arrays, by name."""
+    return {name: found.hex() for name, found in zip(parts, _native.digests(list(parts.values())))}
 
 
 def region_key(name: str, region: list) -> str:

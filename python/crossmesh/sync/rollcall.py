@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 
-from .. import CrossmeshError, PlanError, plan
+from .. import Cluster, CrossmeshError, Plan, PlanError, plan
 from .channel import Channel, derive
 
 SILENT_S = 3.0
@@ -39,6 +39,7 @@ class Member:
     def __init__(self, channel: Channel, hello: dict) -> None:
         self.channel, self.hello = channel, hello
         self.side, self.rank, self.size = hello["side"], hello["rank"], hello["size"]
+        self.host = hello["host"]
         self.key = (self.side != "publisher", self.rank)
         self.joined = -1  # the epoch that it is in
         self.version, self.changed, self.since = hello.get("version"), None, None  # what a publisher has
@@ -227,8 +228,8 @@ class RollCall:
         return self._complete and all(sides.values())
 
     def _form(self) -> None:
-        """An epoch of all who are here. Ranks of its job: publishers first; the first one is in this process."""
-        members = [self._members[key] for key in sorted(self._members)]
+        """An epoch of all who are here. Ranks of its job lie host by host; the first one is in this process."""
+        members = host_by_host([self._members[key] for key in sorted(self._members)])
         if members == self._looked_at:
             return
         self._looked_at = members
@@ -304,16 +305,28 @@ def mismatch(members: list[Member]) -> str | None:
 
 def roster_of(members: list[Member]) -> list[dict]:
     """Who is here with which boxes, in the order of the epoch's ranks."""
-    return [{"name": m.name, "side": m.side, "rank": m.rank, "tensors": m.hello["tensors"]} for m in members]
+    about = lambda m: {"name": m.name, "side": m.side, "rank": m.rank, "host": m.host, "tensors": m.hello["tensors"]}  # noqa: E731
+    return [about(member) for member in members]
+
+
+def host_by_host(members: list[Member]) -> list[Member]:
+    """Those of one host in a row, so that the planner brings nothing into a host twice; hosts in the order of their first members."""
+    hosts = list(dict.fromkeys(member.host for member in members))
+    return sorted(members, key=lambda member: hosts.index(member.host))
 
 
 def uncovered(members: list[Member]) -> str | None:
     """What somebody wants and nobody here has, as the planner says it."""
     try:
-        plan(pairs_of(roster_of(members), None), devices_per_host=1)
+        plan_of(roster_of(members), None)
     except PlanError as error:
         return str(error).splitlines()[0]
     return None
+
+
+def plan_of(roster: list[dict], names: list[str] | None) -> Plan:
+    """How these tensors go from those who offer them to those who want them; all of them without names."""
+    return plan(pairs_of(roster, names), cluster=Cluster.of_ranks(member["host"] for member in roster))
 
 
 def pairs_of(roster: list[dict], names: list[str] | None) -> dict[str, tuple[str, str]]:

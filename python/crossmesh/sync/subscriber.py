@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import Layout, _native
 from .channel import SyncError
-from .member import Member, bits, common, digest, region_key
+from .member import Member, bits, common, digests_of, part_of, region_key
 from .publisher import _dtype_name
 
 
@@ -131,6 +131,7 @@ class Subscriber(Member):
 
     def _first_wrong(self, digests: dict) -> str | None:
         """The first box whose bits are not those that were published, and whose it was."""
+        parts, whose = {}, {}
         for member in self._roster:
             if member["side"] != "publisher":
                 continue
@@ -139,11 +140,12 @@ class Subscriber(Member):
                 for offered in member["tensors"].get(name, {"boxes": []})["boxes"]:
                     for box in wanted:
                         region = common(box, offered)
-                        if region is None:
-                            continue
-                        key = region_key(name, region)
-                        if digests.get(key) != digest(self._slots[name], wanted, region):
-                            return f"tensor `{key}` of subscriber {self.rank} is not what {member['name']} published"
+                        if region is not None:
+                            key = region_key(name, region)
+                            parts[key], whose[key] = part_of(self._slots[name], wanted, region), member["name"]
+        for key, found in digests_of(parts).items():
+            if digests.get(key) != found:
+                return f"tensor `{key}` of subscriber {self.rank} is not what {whose[key]} published"
         return None
 
     def _on_commit(self, said: dict) -> None:
