@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import threading
 import time
@@ -28,6 +29,7 @@ class Member:
         self.rank, self.size = this_rank(rank, size)
         self._lock = threading.Condition()
         self._channel: Channel | None = None
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._closed, self._error = False, None
         self._epoch, self._job, self._plans, self._roster, self._at = -1, None, {}, [], 0
         self._times: dict = {}  # of the last round
@@ -35,7 +37,7 @@ class Member:
         self._waits_for = "not everybody has come"
 
     def _start(self) -> None:
-        for work in (self._keep_in_touch, self._beat):
+        for work in (self._keep_in_touch, self._speak):
             threading.Thread(target=work, name=f"crossmesh-{self.side}", daemon=True).start()
 
     # -- in touch
@@ -62,19 +64,22 @@ class Member:
             if not self._closed:
                 time.sleep(0.1)
 
-    def _beat(self) -> None:
-        """The roll call takes who is silent for gone; so do we with it, by what its host says of the connection."""
+    def _speak(self) -> None:
+        """Says what there is to say, and a word now and then: the roll call takes who is silent for gone."""
         while not self._closed:
-            self._tell("beat")
-            time.sleep(BEAT_S)
+            try:
+                channel, word, values = self._outbox.get(timeout=BEAT_S)
+            except queue.Empty:
+                channel, word, values = self._channel, "beat", {}
+            try:
+                if channel is not None:
+                    channel.send(word, **values)
+            except OSError:
+                channel.close()
 
     def _tell(self, word: str, **values) -> None:
-        channel = self._channel
-        try:
-            if channel is not None:
-                channel.send(word, **values)
-        except OSError:
-            channel.close()
+        """In the order of the calls, without waiting for anybody: whoever publishes goes on training."""
+        self._outbox.put((self._channel, word, values))
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

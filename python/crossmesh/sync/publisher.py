@@ -114,37 +114,59 @@ class Publisher(Member):
             self._lock.wait_for(lambda: not (self._busy or self._pending) or self._closed)
             start = time.perf_counter()
             since, self._version = self._version, None
-        changed = None if names is None and not changed_only else []
-        missing = set(self._offered if names is None else names)
-        for name, value in self._offered.items() if values is None else values:
-            if names is not None and name not in names:
-                continue
-            missing.discard(name)
-            self._copy(name, value)
-            if changed_only:
-                (hash_now,) = _native.digests([bits(self._snapshot[name])])
-                if self._hashes.get(name) == hash_now:
-                    continue
-                self._hashes[name] = hash_now
-            if changed is not None:
-                changed.append(name)
+        given = self._offered.items() if values is None else values
+        if names is not None:
+            given = ((name, value) for name, value in given if name in names)
+        if values is None and not changed_only:
+            taken = changed = self._copy_all(dict(given))
+        else:
+            taken, changed = self._copy_each(given, changed_only)
+        missing = set(self._offered if names is None else names).difference(taken)
         if missing:
             raise SyncError(f"no value of `{min(missing)}` was given, nor of {len(missing) - 1} others")
+        if names is None and not changed_only:
+            changed = None
         with self._lock:
             self._version, self._since = version, since
             self._pending = self._channel is not None
             self._version_times = {"snapshot_s": time.perf_counter() - start}
         self._tell("published", version=version, changed=changed, since=since)
 
-    def _copy(self, name: str, value: Any) -> None:
-        about = self._about.get(name)
-        if about is None:
+    def _copy_all(self, values: dict[str, Any]) -> list[str]:
+        """Into the snapshot, of torch's in one call: a call a tensor costs more than a small tensor."""
+        of_torch = [name for name, value in values.items() if is_torch(value)]
+        if of_torch:
+            import torch
+
+            into, given = [self._view(name, values[name]) for name in of_torch], [values[name].detach() for name in of_torch]
+            torch._foreach_copy_(into, given)
+        self._copy_each(((name, value) for name, value in values.items() if not is_torch(value)), False)
+        return list(values)
+
+    def _copy_each(self, values: Iterable[tuple[str, Any]], changed_only: bool) -> tuple[set[str], list[str]]:
+        """The same, one by one, as they come; which came, and which of them have other bits than before."""
+        taken, changed = set(), []
+        for name, value in values:
+            cast_into(self._view(name, value), value, self._about[name]["dtype"])
+            taken.add(name)
+            if changed_only:
+                (hash_now,) = _native.digests([bits(self._snapshot[name])])
+                if self._hashes.get(name) == hash_now:
+                    continue
+                self._hashes[name] = hash_now
+            changed.append(name)
+        return taken, changed
+
+    def _view(self, name: str, value: Any) -> Any:
+        """Where a value goes, as its own library sees it."""
+        view = self._views.get(name)
+        if view is None:
             raise SyncError(f"`{name}` was not offered")
-        if list(value.shape) != about["local"]:
-            raise SyncError(f"`{name}` was offered with shape {about['local']}, {list(value.shape)} is published")
-        if is_torch(self._views[name]) != is_torch(value):
-            self._views[name] = view_like(self._snapshot[name], value)
-        cast_into(self._views[name], value, about["dtype"])
+        if is_torch(view) != is_torch(value):
+            view = self._views[name] = view_like(self._snapshot[name], value)
+        if view.shape != value.shape:
+            raise SyncError(f"`{name}` was offered with shape {self._about[name]['local']}, {list(value.shape)} is published")
+        return view
 
     def wait(self, version: int, timeout_s: float = 60.0) -> None:
         """Until every subscriber has all of a version."""
