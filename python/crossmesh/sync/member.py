@@ -175,6 +175,24 @@ class Member:
         self.close()
 
 
+def offered(address: str, *, secret: str | None = None, timeout_s: float = 60.0) -> dict[str, tuple[str, list[int]]]:
+    """What is published at an address, once all publishers are there: dtypes and shapes by name, such as ``Subscriber`` takes."""
+    where, key, end = host_and_port(address), secret_of(secret), time.monotonic() + timeout_s
+    while True:
+        try:
+            channel = Channel(socket.create_connection(where, timeout=1.0), key, "member")
+            try:
+                channel.send("hello", side="observer")
+                said = channel.receive(max(0.1, end - time.monotonic()))
+            finally:
+                channel.close()
+            return {name: (tensor["dtype"], tensor["shape"]) for name, tensor in said["tensors"].items()}
+        except OSError as error:
+            if time.monotonic() >= end or "secret" in str(error):
+                raise SyncError(f"nothing was offered at {address} within {timeout_s} s: {error}") from None
+            time.sleep(0.1)
+
+
 def bits(array) -> np.ndarray:
     """numpy's view of an array of ours."""
     return array.numpy()
@@ -200,7 +218,8 @@ def part_of(array: np.ndarray, boxes: list, region: list) -> np.ndarray:
     """A region that lies in one of the boxes of an array."""
     for box, start in zip(boxes, offsets(boxes)):
         if common(box, region) == [tuple(span) for span in region]:
-            return array[tuple(slice(o + r[0] - b[0], o + r[1] - b[0]) for o, r, b in zip(start, region, box))]
+            cut = [slice(o + r[0] - b[0], o + r[1] - b[0]) for o, r, b in zip(start, region, box)]
+            return array[(*cut, ...)]
     raise SyncError(f"{region} is in none of {boxes}")
 
 

@@ -105,6 +105,8 @@ class Publisher(Member):
         self._check()
         if self._version is not None and version <= self._version:
             raise SyncError(f"version {version} is not above {self._version}, which was published\nhint: versions only go up")
+        if values is None and None in self._offered.values():
+            raise SyncError("what was offered is forgotten\nhint: give `values=`")
         for name in names or []:
             if name not in self._offered:
                 raise SyncError(f"`{name}` was not offered")
@@ -131,6 +133,10 @@ class Publisher(Member):
             self._pending = self._channel is not None
             self._version_times = {"snapshot_s": time.perf_counter() - start}
         self._tell("published", version=version, changed=changed, since=since)
+
+    def forget(self) -> None:
+        """Lets go of what was offered; from now on ``publish`` is given ``values``."""
+        self._offered = dict.fromkeys(self._offered)
 
     def _copy_all(self, values: dict[str, Any]) -> list[str]:
         """Into the snapshot, of torch's in one call: a call a tensor costs more than a small tensor."""
