@@ -19,8 +19,8 @@ TRILLION = dict(
 CASES = {
     "llama3-70b": (lambda: cm.models.llama3("70B"), "fsdp 256", "dp 16, tp 8"),
     "llama3-70b, fsdp x tp": (lambda: cm.models.llama3("70B"), "fsdp 32, tp 8", "dp 16, tp 8"),
-    "1T experts": (lambda: cm.models.from_config(TRILLION), "fsdp 8, ep 32", "dp 1, ep 128"),
     "1T experts, to tp x ep": (lambda: cm.models.from_config(TRILLION), "fsdp 8, ep 32", "tp 8, ep 16"),
+    "1T experts, to ep": (lambda: cm.models.from_config(TRILLION), "fsdp 8, ep 32", "dp 1, ep 128"),
 }
 
 
@@ -29,12 +29,13 @@ def one(name, make, src, dst, limit):
     cpu, clock = time.process_time(), time.perf_counter()
     plan = cm.models.model_plan(model, src, dst, fused=True, nics=8, nic="400Gbit", max_extra_bytes=limit)
     cpu, clock = time.process_time() - cpu, time.perf_counter() - clock
-    said = {
-        "case": name, "parameters": model.parameters, "src": src, "dst": dst, "tensors": len(plan.tensors), "transfers": plan.num_transfers,
-        "plan_s": round(cpu, 2), "clock_s": round(clock, 2), "bound_s": round(plan.lower_bound_s, 4), "gap": round(plan.gap, 4),
-        "extra_bytes": plan.peak_extra_bytes,
-    }
+    said = {"case": name, "parameters": model.parameters, "src": src, "dst": dst, "tensors": len(plan.tensors)}
+    said |= {"transfers": plan.num_transfers, "plan_s": round(cpu, 2), "clock_s": round(clock, 2), "bound_s": round(plan.lower_bound_s, 4)}
     print(json.dumps(said), flush=True)
+    # Proven and simulated: of a plan of many messages that takes far longer than to make it.
+    start = time.process_time()
+    said = {"case": name, "gap": round(plan.gap, 4), "extra_bytes": plan.peak_extra_bytes}
+    print(json.dumps(said | {"prove_and_simulate_s": round(time.process_time() - start, 1)}), flush=True)
 
 
 def main():
