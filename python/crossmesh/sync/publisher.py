@@ -105,7 +105,7 @@ class Publisher(Member):
         self._check()
         if self._version is not None and version <= self._version:
             raise SyncError(f"version {version} is not above {self._version}, which was published\nhint: versions only go up")
-        if values is None and None in self._offered.values():
+        if values is None and any(value is None for value in self._offered.values()):
             raise SyncError("what was offered is forgotten\nhint: give `values=`")
         for name in names or []:
             if name not in self._offered:
