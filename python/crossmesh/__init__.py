@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -109,6 +110,21 @@ class Cluster:
             if value is not None:
                 lines.append(f"{key} = {value}" if isinstance(value, int) else f'{key} = "{value}"')
         self.toml = "\n".join(lines)
+
+    @classmethod
+    def of_ranks(cls, hosts: Iterable[str]) -> Cluster:
+        """A device for every rank, on hosts by these names: ranks of one name in a row are on one host.
+
+        >>> print(Cluster.of_ranks(["a", "a", "b"]))
+        [[host]]
+        devices = 2
+        [[host]]
+        devices = 1
+        """
+        cluster = cls(1, 1)
+        counts = [len(list(run)) for _, run in itertools.groupby(hosts)]
+        cluster.toml = "\n".join(f"[[host]]\ndevices = {count}" for count in counts)
+        return cluster
 
     def __str__(self) -> str:
         return self.toml

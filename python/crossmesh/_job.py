@@ -30,15 +30,7 @@ class Job:
         """The hosts of the ranks, in the order of the ranks, for :func:`crossmesh.plan`; say ``nic=`` and ``local=`` there, if you know them."""
         from . import Cluster
 
-        runs: list[list] = []
-        for host in self.hosts:
-            if runs and runs[-1][0] == host:
-                runs[-1][1] += 1
-            else:
-                runs.append([host, 1])
-        described = Cluster(1, 1)
-        described.toml = "\n".join(f"[[host]]\ndevices = {devices}" for _, devices in runs)
-        return described
+        return Cluster.of_ranks(self.hosts)
 
     def start(self, plan, mine=None, out=None) -> _native.Handle:
         """Starts a plan on this rank's shards, by name, and returns at once; every rank of the job starts it.

@@ -32,6 +32,8 @@ _DTYPES = {
     "u8": torch.uint8,
     "bool": torch.bool,
 }
+# How much of a message arrives before it is passed on. At some 45 us an operation, smaller ones would keep Python in the way.
+PIECE_BYTES = 1 << 20
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -112,44 +114,57 @@ def reshard(
     ``tensors`` are this rank's shards by name, ``out`` is filled in place (made where it is missing) and returned.
     """
     rank = dist.get_rank(group)
-    _agree(plan, group)
+    program = json.loads(plan.for_rank(rank)) if rank < plan.num_ranks else {"ranks": []}
+    piece_bytes = _agree(plan, program, group)
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
     out = empty(plan, rank, device) if out is None else out
-    program = json.loads(plan.for_rank(rank))
     if program["ranks"]:
-        _Run(plan, program, rank, tensors, out, device, group).run()
+        _Run(plan, program, rank, tensors, out, device, group, piece_bytes).run()
     return out
 
 
-def _agree(plan: Plan, group: dist.ProcessGroup | None) -> None:
-    """Before a byte moves: gloo ends a process whose receive is smaller than what was sent."""
+def _agree(plan: Plan, program: dict, group: dist.ProcessGroup | None) -> int | None:
+    """Before a byte moves: gloo ends a process whose receive is smaller than what was sent. Returns into which pieces messages are cut.
+
+    They are not where messages match by order and not by tag, as NCCL's, or where somebody's ops wait for the whole of another.
+    """
     size = dist.get_world_size(group)
     if size < plan.num_ranks:
         raise JobError(f"the plan is for {plan.num_ranks} ranks, the group has {size}")
     backend = dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    mine = torch.tensor([plan.fingerprint], dtype=torch.int64, device=device)
+    waits = any(op.get("after") for rank in program["ranks"] for op in rank["ops"])
+    mine = torch.tensor([plan.fingerprint, waits], dtype=torch.int64, device=device)
     all_of_them = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(all_of_them, mine, group=group)
-    found = [int(t) for t in all_of_them]
+    found = [int(t[0]) for t in all_of_them]
     differs = next((rank for rank, other in enumerate(found) if other != found[0]), None)
     if differs is not None:
         raise JobError(
             f"rank 0 has plan {found[0]:016x}, rank {differs} has plan {found[differs]:016x}; nothing was moved\n"
             "hint: plan with the same layouts, cluster and options on every rank"
         )
+    return None if backend == "nccl" or any(int(t[1]) for t in all_of_them) else PIECE_BYTES
 
 
 class _Run:
-    """One rank's program under way."""
+    """One rank's program under way.
 
-    def __init__(self, plan, program, rank, tensors, out, device, group) -> None:
+    What is passed on is passed on piece by piece, in the order of the pieces first and of the list then: a piece that anybody stands
+    still for comes before the one that it is wanted for, in the order of all ranks, so somebody can always go on.
+    """
+
+    def __init__(self, plan, program, rank, tensors, out, device, group, piece_bytes) -> None:
         self.tensors, self.boxes = program["tensors"], program["boxes"]
         self.mine, self.rank, self.group, self.device = program["ranks"][0], rank, group, device
         self.memory = [self._memory(buffer, plan, tensors, out) for buffer in self.mine["buffers"]]
         self.ops = self.mine["ops"]
-        # By op: what ends it, once it has been posted.
-        self.ends: list[Any] = [None] * len(self.ops)
+        self.piece_bytes = piece_bytes
+        # A message's pieces have tags of their own, beyond those of all messages.
+        self.tags = 2 * plan.num_transfers + 1
+        # By op: what ends each piece, as far as they have been posted; and what its memory is, as one row.
+        self.ends: list[list[Any]] = [[] for _ in self.ops]
+        self.rows: list[Any] = [None] * len(self.ops)
 
     def _memory(self, buffer, plan, tensors, out) -> torch.Tensor:
         """A buffer as one row of elements; of bytes, where it is staging."""
@@ -192,54 +207,96 @@ class _Run:
     def run(self) -> None:
         left = list(range(len(self.ops)))
         while left:
-            later = [op for op in left if not self._post(op)]
-            if len(later) == len(left):
-                raise CrossmeshError(f"rank {self.rank}: ops {later[:5]} wait for each other")
-            left = later
+            posted = [op for op in left if self._post(op)]
+            if not posted:
+                raise CrossmeshError(f"rank {self.rank}: ops {left[:5]} wait for each other")
+            left = [op for op in left if len(self.ends[op]) < self._pieces(op)]
         for op in range(len(self.ops)):
             self._end(op)
 
-    def _post(self, number: int) -> bool:
-        """Starts an op once what it waits for is over; False where that has not been started itself."""
+    def _pieces(self, number: int) -> int:
+        """Of a message: by its bytes alone, so that both ends count the same."""
         op = self.ops[number]
-        before = op.get("after", []) + op.get("follows", [])
-        if any(self.ends[other] is None for other in before):
+        if op["op"] == "copy" or self.piece_bytes is None:
+            return 1
+        return max(1, -(-op["bytes"] // self.piece_bytes))
+
+    def _post(self, number: int) -> bool:
+        """Starts the next piece of an op, of a receive all of them, once what it waits for is over; False where that has not been started."""
+        op, piece = self.ops[number], len(self.ends[number])
+        behind = op.get("follows", [])
+        if any(len(self.ends[other]) < self._pieces(other) for other in op.get("after", [])):
             return False
-        for other in before:
+        needed = [piece + 1 if self._is_behind(number, other) else self._pieces(other) for other in behind]
+        if any(len(self.ends[other]) < count for other, count in zip(behind, needed)):
+            return False
+        for other in op.get("after", []):
             self._end(other)
-        self.ends[number] = getattr(self, "_" + op["op"])(op)
+        for other, count in zip(behind, needed):
+            self._end(other, count)
+        if op["op"] == "copy":
+            self._copy(op)
+            self.ends[number].append(_nothing)
+        elif op["op"] == "send":
+            self._send(number, op, piece)
+        else:
+            self._recv(number, op)
         return True
 
-    def _end(self, number: int) -> None:
-        end, self.ends[number] = self.ends[number], _nothing
-        end()
+    def _end(self, number: int, count: int | None = None) -> None:
+        """Waits for the first pieces of an op, or for all."""
+        ends = self.ends[number]
+        for piece in range(len(ends) if count is None else count):
+            end, ends[piece] = ends[piece], _nothing
+            end()
 
-    def _copy(self, op):
-        into, found = self._view(op, op["into"]), self._view(op, op["from"])
-        self._put(op, into, found)
-        return _nothing
+    def _copy(self, op) -> None:
+        self._put(op, self._view(op, op["into"]), self._view(op, op["from"]))
 
-    def _send(self, op):
-        data = self._view(op, op["from"]).contiguous() if op["bytes"] else self._word()
-        work = dist.isend(_plain(data), group_dst=op["peer"], group=self.group, tag=op["tag"])
+    def _cut(self, row: torch.Tensor, number: int, piece: int) -> torch.Tensor:
+        if self._pieces(number) == 1:
+            return row
+        step = self.piece_bytes // row.element_size()
+        return row[piece * step : (piece + 1) * step]
+
+    def _tag(self, op, piece: int) -> int:
+        return op["tag"] + piece * self.tags
+
+    def _is_behind(self, number: int, other: int) -> bool:
+        """Whether what a send reads is, byte by byte, what a receive writes; one that is unpacked at its end is there when all of it is."""
+        row, view = self.rows[other], self._view(self.ops[number], self.ops[number]["from"])
+        return row is not None and view.is_contiguous() and view.data_ptr() == row.data_ptr()
+
+    def _send(self, number: int, op, piece: int) -> None:
+        if self.rows[number] is None:
+            self.rows[number] = (self._view(op, op["from"]) if op["bytes"] else self._word()).contiguous().reshape(-1)
+        row = self.rows[number]
+        data = _plain(self._cut(row, number, piece))
+        work = dist.isend(data, group_dst=op["peer"], group=self.group, tag=self._tag(op, piece))
 
         def wait(kept=data):  # the bytes stay until they have been read
             work.wait()
 
-        return wait
+        self.ends[number].append(wait)
 
-    def _recv(self, op):
+    def _recv(self, number: int, op) -> None:
         into = self._view(op, op["into"]) if op["bytes"] else self._word()
         direct = not op.get("reduce") and into.is_contiguous()
         data = into if direct else torch.empty(into.shape, dtype=into.dtype, device=into.device)
-        work = dist.irecv(_plain(data), group_src=op["peer"], group=self.group, tag=op["tag"])
+        row, count = data.reshape(-1), self._pieces(number)
+        self.rows[number] = row if direct else None
+        for piece in range(count):
+            part = _plain(self._cut(row, number, piece))
+            work = dist.irecv(part, group_src=op["peer"], group=self.group, tag=self._tag(op, piece))
+            self.ends[number].append(work.wait)
+        if not direct:
+            last = self.ends[number][-1]
 
-        def wait():
-            work.wait()
-            if not direct:
+            def unpack():
+                last()
                 self._put(op, into, data)
 
-        return wait
+            self.ends[number][-1] = unpack
 
     def _put(self, op, into: torch.Tensor, data: torch.Tensor) -> None:
         if op.get("reduce"):

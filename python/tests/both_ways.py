@@ -86,6 +86,10 @@ def main():
                 mine[name] = part
         learns = {name: t.requires_grad_() if t.is_floating_point() and number % 2 else t for name, t in mine.items()}
         ways = {"engine": job.run(plan, learns), "torch": cm.torch.reshard(plan, {n: t.detach() for n, t in mine.items()})}
+        # The tensors are small: messages of several pieces are those of small pieces.
+        whole_piece, cm.torch.PIECE_BYTES = cm.torch.PIECE_BYTES, 64
+        ways["torch, in pieces"] = cm.torch.reshard(plan, {n: t.detach() for n, t in mine.items()})
+        cm.torch.PIECE_BYTES = whole_piece
         given = cm.torch.empty(plan, rank)
         job.run(plan, mine, given, timeout_s=20)
         ways["into torch's memory"] = given

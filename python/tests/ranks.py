@@ -15,6 +15,11 @@ rank = int(os.environ["RANK"])
 """
 
 
+def allowed(seconds):
+    """What is demanded of an idle machine, as time on this one: where more runs than there are cores, everybody is slower; four times at most."""
+    return seconds * min(4.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -55,13 +55,14 @@ def publish(rank, port, fault):
 
 def corrupt_digest():
     """Once, a digest is not that of what was published."""
-    right, left = cm.sync.publisher.digest, [3]
+    right, left = cm.sync.publisher.digests_of, [2]
 
-    def wrong(*args):
+    def wrong(parts):
         left[0] -= 1
-        return "0" * 32 if left[0] == 0 else right(*args)
+        found = right(parts)
+        return found | {name: "0" * 32 for name in list(found)[:1]} if left[0] == 0 else found
 
-    cm.sync.publisher.digest = wrong
+    cm.sync.publisher.digests_of = wrong
 
 
 def subscribe(rank, port, fault):

@@ -101,7 +101,8 @@ impl Part<'_> {
         on_round: impl Fn(u32) + Sync,
     ) -> Result<Summary, Abort> {
         let (hosts, interrupt) = (meeting.hosts().to_vec(), self.interrupt.clone());
-        let engine = EngineOptions { deadline_ms: self.deadline_ms, hosts, interrupt };
+        let engine =
+            EngineOptions { deadline_ms: self.deadline_ms, hosts, interrupt, ..EngineOptions::default() };
         let sharing = meeting.sharing();
         let options =
             ExecuteOptions { engine, sharing, repeat: self.repeat, check: true, measure_memory: true };

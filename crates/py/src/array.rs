@@ -197,15 +197,23 @@ impl Brought {
     fn of_numpy(given: &Bound<'_, PyAny>, dtype: DType, whose: Whose<'_>) -> PyResult<Self> {
         let interface = given.getattr("__array_interface__")?;
         let part = |key: &str| interface.get_item(key);
-        let name: String = given.getattr("dtype")?.getattr("name")?.extract()?;
-        if part("typestr")?.extract::<String>()?.starts_with('>') {
-            return Err(whose.error(format!("dtype {dtype} is expected, big-endian {name} was given")));
+        let typestr: String = part("typestr")?.extract()?;
+        // numpy's names of its types are made in Python, each time.
+        let found = match (&*typestr, dtype) {
+            ("<f4", _) => Some(DType::F32),
+            ("<f8", _) => Some(DType::F64),
+            ("<f2", _) => Some(DType::F16),
+            // numpy has no bf16 and no 8-bit floats: their bits are taken as they are.
+            ("<u2", DType::Bf16) | ("|u1", DType::F8E4M3 | DType::F8E5M2) => Some(dtype),
+            _ => None,
+        };
+        if found != Some(dtype) {
+            let name: String = given.getattr("dtype")?.getattr("name")?.extract()?;
+            if typestr.starts_with('>') {
+                return Err(whose.error(format!("dtype {dtype} is expected, big-endian {name} was given")));
+            }
+            check_dtype(name.parse().ok(), &name, dtype, whose)?;
         }
-        // numpy has no bf16 and no 8-bit floats: their bits are taken as they are.
-        let as_bits = matches!((dtype, &*name), (DType::Bf16, "uint16"))
-            || matches!((dtype, &*name), (DType::F8E4M3 | DType::F8E5M2, "uint8"));
-        let found = if as_bits { Some(dtype) } else { name.parse().ok() };
-        check_dtype(found, &name, dtype, whose)?;
         let (address, read_only): (u64, bool) = part("data")?.extract()?;
         let shape: Vec<u64> = part("shape")?.extract()?;
         let strides: Option<Vec<i64>> = match part("strides") {

@@ -80,10 +80,13 @@ pub fn bind(
         return Ok(Bound { buffers: None, keep: Box::new(()) });
     }
     let program = plan.verified(py)?.rank(rank);
-    let staging = program.extra_bytes() + 64 * program.buffers.len() as u64;
     let cannot = |e: std::io::Error| JobError::new_err(format!("rank {} has no memory: {e}", rank.0));
-    let staged =
-        Arc::new(Memory::shared(if program.extra_bytes() > 0 { staging } else { 0 }).map_err(cannot)?);
+    let staged = match program.extra_bytes() {
+        // Most programs stage nothing, and a segment costs more than a small transfer.
+        0 => Memory::of_vec(Vec::<u8>::new()),
+        bytes => Memory::shared(bytes + 64 * program.buffers.len() as u64).map_err(cannot)?,
+    };
+    let staged = Arc::new(staged);
     let (mut bound, mut ranges, mut names, mut next) = (vec![], vec![], vec![], 0);
     for (index, buffer) in program.buffers.iter().enumerate() {
         let (tensor, is_out) = match buffer.role {

@@ -219,3 +219,10 @@ pub fn start_of(address: u64) -> NonNull<u8> {
     let pointer = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
     NonNull::new(pointer).unwrap_or(NonNull::dangling())
 }
+
+/// Bytes of an array that somebody keeps alive, and nobody writes to, while they are looked at.
+pub fn bytes_of<T>(address: u64, len: u64, _kept: &T) -> &[u8] {
+    // SAFETY: who calls has an array of numpy's whose interface says that these bytes are its own, and holds it; Python is told that
+    // nobody may write to it meanwhile.
+    unsafe { std::slice::from_raw_parts(start_of(address).as_ptr(), len as usize) }
+}

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crossmesh_comm::auth::Secret;
 use crossmesh_comm::driver::Promise;
 use crossmesh_comm::engine::JobReport;
-use crossmesh_comm::environment::{Flags, variables};
+use crossmesh_comm::environment::{Flags, host_name, variables};
 use crossmesh_comm::job::{Job as Inner, JoinOptions, Outcome, StartError, Work};
 use crossmesh_core::id::Rank;
 use pyo3::exceptions::PyTimeoutError;
@@ -24,6 +24,8 @@ use crate::plan::Plan;
 
 /// How long to wait without looking for signals.
 const SLICE: Duration = Duration::from_millis(50);
+/// How often to look for the end before sleeping: to be woken costs more than a small transfer takes.
+const LOOKS: u32 = 400;
 const FORKED: &str = "the engine stays with the process that started it, and this one was forked from it\nhint: call `crossmesh.init` after the fork, or use the spawn method";
 
 /// What a job's handles share with it.
@@ -109,6 +111,12 @@ pub fn join(
         in_use: Arc::default(),
     };
     Ok(Job { shared: Arc::new(shared), size, launcher, hosts })
+}
+
+/// The name of this host, as ranks of a job are told it.
+#[pyfunction]
+pub fn host() -> String {
+    host_name(&variables())
 }
 
 fn seconds(name: &str, value: f64) -> PyResult<Duration> {
@@ -307,7 +315,7 @@ impl Handle {
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<Report> {
         let timeout = timeout_s.map(|s| seconds("timeout_s", s)).transpose()?;
         let mut state = self.state()?;
-        let start = now();
+        let (start, mut looks) = (now(), Some(LOOKS));
         loop {
             match std::mem::replace(&mut *state, State::Waited) {
                 State::Waited => return Err(HandleError::new_err("it was waited for before")),
@@ -315,8 +323,10 @@ impl Handle {
                 State::UnderWay(promise) => {
                     let left = timeout.map(|t| t.saturating_sub(now() - start));
                     let slice = left.map_or(SLICE, |left| left.min(SLICE));
+                    let look = looks.take();
                     let (promise, ended) = py.detach(move || {
-                        let ended = promise.wait_for(slice);
+                        let seen = look.and_then(|looks| (0..looks).find_map(|_| look_at(&promise)));
+                        let ended = seen.or_else(|| promise.wait_for(slice));
                         (promise, ended)
                     });
                     if let Some(outcome) = ended {
@@ -385,6 +395,11 @@ impl Handle {
             other => JobError::new_err(other.to_string()),
         })
     }
+}
+
+fn look_at<R>(promise: &Promise<R>) -> Option<Result<R, crossmesh_comm::error::CommError>> {
+    std::hint::spin_loop();
+    promise.now()
 }
 
 #[expect(clippy::disallowed_methods, reason = "a caller's patience is measured by the clock")]

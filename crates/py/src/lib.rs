@@ -11,6 +11,7 @@
 mod array;
 mod bind;
 mod command;
+mod digest;
 #[expect(unsafe_code, reason = "DLPack is C structures behind pointers")]
 mod dlpack;
 mod errors;
@@ -29,11 +30,13 @@ mod _native {
     #[pymodule_export]
     use crate::command::main;
     #[pymodule_export]
+    use crate::digest::digests;
+    #[pymodule_export]
     use crate::errors::{
         ArrayError, CommError, CrossmeshError, HandleError, JobError, LayoutError, PlanError,
     };
     #[pymodule_export]
-    use crate::job::{Handle, Job, Report, join};
+    use crate::job::{Handle, Job, Report, host, join};
     #[pymodule_export]
     use crate::layout::Layout;
     #[pymodule_export]

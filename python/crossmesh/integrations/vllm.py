@@ -7,12 +7,14 @@ The package registers it by the entry point ``vllm.general_plugins``, which ever
     trainer.send_weights()
 
 A worker receives all of a version into memory of its own, holds it against the digests, and touches the model in ``finish_weight_update``,
-by its own ``load_weights``: a transfer that fails leaves the model as it was. Parameters travel whole to every worker, under the names of
-checkpoints, so that any model's loader does; a module's DTensors are published as the shards they are.
+by its own ``load_weights``: a transfer that fails leaves the model as it was. Which rows and columns of every checkpoint tensor a worker wants is
+found by watching its loaders once (``loaders.py``); only these travel. Where that cannot be told, as of quantized models, tensors travel whole,
+and a line in the log says so. A module's DTensors are published as the shards they are.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -27,9 +29,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ..sync import Publisher, Subscriber, SyncError
+from .. import Layout, Mesh
+from ..sync import Publisher, Subscriber, SyncError, offered
+from .loaders import Box, Watched, read_by
 
 BACKEND = "crossmesh"
+logger = logging.getLogger("crossmesh")
+# The notation's words for what torch calls otherwise.
+_TORCH_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
+_TORCH_NAMES |= {"i8": "int8", "i32": "int32", "i64": "int64", "u8": "uint8", "bool": "bool"}
 
 
 def register() -> None:
@@ -43,14 +51,12 @@ def register() -> None:
 
 @dataclass
 class CrossmeshInitInfo(WeightTransferInitInfo):
-    """Where to meet, how many workers there are, and what is published: names, dtypes and shapes."""
+    """Where to meet, and how many workers there are, of all engines. ``slices``: only what a worker's loaders read is received."""
 
     address: str
     workers: int
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
     patience_s: float = 300.0
+    slices: bool = True
 
 
 @dataclass
@@ -68,6 +74,7 @@ class CrossmeshTrainerInitInfo(TrainerInitInfo):
     workers: int
     size: int = field(default=1, kw_only=True)
     patience_s: float = field(default=300.0, kw_only=True)
+    slices: bool = field(default=True, kw_only=True)
 
 
 class CrossmeshEngine(WeightTransferEngine[CrossmeshInitInfo, CrossmeshUpdateInfo]):
@@ -78,11 +85,33 @@ class CrossmeshEngine(WeightTransferEngine[CrossmeshInitInfo, CrossmeshUpdateInf
 
     def init_transfer_engine(self, init_info: CrossmeshInitInfo) -> None:
         config = self.parallel_config
-        rank = getattr(config, "data_parallel_index", 0) * config.world_size + config.rank
-        about = zip(init_info.names, init_info.dtype_names, init_info.shapes, strict=True)
-        self._received = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in about}
-        self._patience_s, self._whole = init_info.patience_s, None
-        self._subscriber = Subscriber(init_info.address, self._received, rank=rank, size=init_info.workers)
+        self._rank = getattr(config, "data_parallel_index", 0) * config.world_size + config.rank
+        self._info, self._subscriber, self._whole = init_info, None, None
+
+    def _join(self) -> None:
+        """What is published is known once the trainers are there."""
+        info = self._info
+        self._about = offered(info.address, timeout_s=info.patience_s)
+        everything = {name: [(0, n) for n in shape] for name, (_, shape) in self._about.items()}
+        self._boxes = self._read() if info.slices else None
+        self._boxes = self._boxes or everything
+        into, layouts, mesh = {}, {}, Mesh("W", worker=info.workers, ranks=range(info.workers))
+        for name, box in self._boxes.items():
+            if all(a < b for a, b in box):
+                dtype, shape = self._about[name]
+                into[name] = (dtype, tuple(b - a for a, b in box))
+                layouts[name] = Layout(dtype, shape, mesh, [None] * len(shape))
+                if box != everything[name]:
+                    layouts[name] = Layout.parse(f"{dtype}[{','.join(map(str, shape))}]@{mesh}{{{self._rank}: {_written(box)}}}")
+        self._subscriber = Subscriber(info.address, into, layouts, rank=self._rank, size=info.workers)
+
+    def _read(self) -> dict[str, Box] | None:
+        about = {name: (getattr(torch, _TORCH_NAMES.get(dtype, dtype)), shape) for name, (dtype, shape) in self._about.items()}
+        try:
+            return read_by(self.model.load_weights, about)
+        except SyncError as error:
+            logger.warning("tensors travel whole to worker %d: %s", self._rank, error)
+            return None
 
     def start_weight_update(self) -> None:
         """Nothing of the model is touched before everything has arrived."""
@@ -92,28 +121,48 @@ class CrossmeshEngine(WeightTransferEngine[CrossmeshInitInfo, CrossmeshUpdateInf
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: CrossmeshUpdateInfo) -> None:
-        if not self._subscriber.poll(self._patience_s):
-            raise SyncError(f"version {update_info.version} has not come within {self._patience_s} s")
-        self._whole = self._subscriber.install()
-        if self._whole != update_info.version:
-            raise SyncError(f"version {update_info.version} was announced, {self._whole} came")
+        if self._subscriber is None:
+            self._join()
+        if not self._subscriber.poll(self._info.patience_s):
+            raise SyncError(f"version {update_info.version} has not come within {self._info.patience_s} s")
+        self._whole = update_info.version
 
     def finish_weight_update(self) -> None:
         if self._whole is None:
             raise SyncError("no version has arrived\nhint: `update_weights` receives one")
-        self._whole = None
+        announced, self._whole = self._whole, None
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(self._weights())
-        finalize_layerwise_reload(self.model, self.model_config)
+        with Watched(self._boxes) as watched:
+            self.model.load_weights(self._weights(watched))
+            finalize_layerwise_reload(self.model, self.model_config)
+        installed = self._subscriber.install()
+        if installed != announced:
+            raise SyncError(f"version {announced} was announced, {installed} came")
 
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in self._received.items():
-            yield name, value.to(self.device)
+    def _weights(self, watched: Watched) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors as the loaders know them: of what is not read here nothing is filled, and no memory taken on a host."""
+        staged = self._subscriber.staged
+        for name, (dtype, shape) in self._about.items():
+            box = self._boxes[name]
+            if name not in staged:
+                continue
+            part = torch.from_dlpack(staged[name])
+            if list(part.shape) == list(shape):
+                yield name, part.to(self.device, copy=True)
+                continue
+            tensor = torch.empty(shape, dtype=part.dtype, device=self.device)
+            tensor[tuple(slice(a, b) for a, b in box)].copy_(part)
+            yield name, watched.add(name, tensor)
 
     def shutdown(self) -> None:
-        self._subscriber.close()
+        if getattr(self, "_subscriber", None) is not None:
+            self._subscriber.close()
+
+
+def _written(box: Box) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]"
 
 
 class CrossmeshTrainer(TrainerWeightTransferEngine[CrossmeshTrainerInitInfo]):
@@ -133,10 +182,8 @@ class CrossmeshTrainer(TrainerWeightTransferEngine[CrossmeshTrainerInitInfo]):
         made._copies = None if module else {m.name: torch.empty(m.shape, dtype=m.dtype) for m in source.metadata()}
         made._publisher.offer(dict(module.named_parameters()) if module else made._copies)
         if made.is_sender:
-            about = source.metadata()
-            info = dict(address=init_info.address, workers=init_info.workers, patience_s=init_info.patience_s)
-            info |= dict(names=[m.name for m in about], dtype_names=[str(m.dtype).split(".")[-1] for m in about])
-            client.init_weight_transfer_engine(info | {"shapes": [list(m.shape) for m in about]})
+            info = dict(address=init_info.address, workers=init_info.workers, patience_s=init_info.patience_s, slices=init_info.slices)
+            client.init_weight_transfer_engine(info)
         return made
 
     def send_weights(self) -> None:

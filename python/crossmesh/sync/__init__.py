@@ -14,8 +14,9 @@ rest meet again, plan anew and go on; no process ends.
 """
 
 from .channel import SyncError
+from .member import offered
 from .publisher import Publisher
 from .rollcall import MapError
 from .subscriber import Slot, Subscriber
 
-__all__ = ["MapError", "Publisher", "Slot", "Subscriber", "SyncError"]
+__all__ = ["MapError", "Publisher", "Slot", "Subscriber", "SyncError", "offered"]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import queue
 import socket
 import threading
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
-from .. import CrossmeshError, _native, plan
+from .. import CrossmeshError, _native
 from .channel import Channel, SyncError, host_and_port, secret_of
-from .rollcall import BEAT_S, MapError, data_secret, pairs_of, this_rank, written
+from .rollcall import BEAT_S, MapError, data_secret, plan_of, this_rank, written
 
 _ARRIVE_S = 5.0
 _DEADLINE_S = 3.0
@@ -28,6 +29,7 @@ class Member:
         self.rank, self.size = this_rank(rank, size)
         self._lock = threading.Condition()
         self._channel: Channel | None = None
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._closed, self._error = False, None
         self._epoch, self._job, self._plans, self._roster, self._at = -1, None, {}, [], 0
         self._times: dict = {}  # of the last round
@@ -35,7 +37,7 @@ class Member:
         self._waits_for = "not everybody has come"
 
     def _start(self) -> None:
-        for work in (self._keep_in_touch, self._beat):
+        for work in (self._keep_in_touch, self._speak):
             threading.Thread(target=work, name=f"crossmesh-{self.side}", daemon=True).start()
 
     # -- in touch
@@ -45,7 +47,8 @@ class Member:
             try:
                 stream = socket.create_connection(self._address, timeout=1.0)
                 channel = Channel(stream, self._secret, "member")
-                hello = dict(side=self.side, rank=self.rank, size=self.size, epoch=self._epoch, tensors=self._tensors(), **self._state())
+                hello = dict(side=self.side, rank=self.rank, size=self.size, epoch=self._epoch, host=_native.host(), tensors=self._tensors())
+                hello |= self._state()
                 channel.send("hello", **hello)
                 self._channel = channel
                 while True:
@@ -61,19 +64,22 @@ class Member:
             if not self._closed:
                 time.sleep(0.1)
 
-    def _beat(self) -> None:
-        """The roll call takes who is silent for gone; so do we with it, by what its host says of the connection."""
+    def _speak(self) -> None:
+        """Says what there is to say, and a word now and then: the roll call takes who is silent for gone."""
         while not self._closed:
-            self._tell("beat")
-            time.sleep(BEAT_S)
+            try:
+                channel, word, values = self._outbox.get(timeout=BEAT_S)
+            except queue.Empty:
+                channel, word, values = self._channel, "beat", {}
+            try:
+                if channel is not None:
+                    channel.send(word, **values)
+            except OSError:
+                channel.close()
 
     def _tell(self, word: str, **values) -> None:
-        channel = self._channel
-        try:
-            if channel is not None:
-                channel.send(word, **values)
-        except OSError:
-            channel.close()
+        """In the order of the calls, without waiting for anybody: whoever publishes goes on training."""
+        self._outbox.put((self._channel, word, values))
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
@@ -147,7 +153,7 @@ class Member:
         """All members make the same one, of what the roll call says."""
         key = None if names is None else tuple(names)
         if key not in self._plans:
-            self._plans[key] = plan(pairs_of(self._roster, names), devices_per_host=1)
+            self._plans[key] = plan_of(self._roster, names)
         return self._plans[key]
 
     def timings(self) -> dict:
@@ -167,6 +173,24 @@ class Member:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def offered(address: str, *, secret: str | None = None, timeout_s: float = 60.0) -> dict[str, tuple[str, list[int]]]:
+    """What is published at an address, once all publishers are there: dtypes and shapes by name, such as ``Subscriber`` takes."""
+    where, key, end = host_and_port(address), secret_of(secret), time.monotonic() + timeout_s
+    while True:
+        try:
+            channel = Channel(socket.create_connection(where, timeout=1.0), key, "member")
+            try:
+                channel.send("hello", side="observer")
+                said = channel.receive(max(0.1, end - time.monotonic()))
+            finally:
+                channel.close()
+            return {name: (tensor["dtype"], tensor["shape"]) for name, tensor in said["tensors"].items()}
+        except OSError as error:
+            if time.monotonic() >= end or "secret" in str(error):
+                raise SyncError(f"nothing was offered at {address} within {timeout_s} s: {error}") from None
+            time.sleep(0.1)
 
 
 def bits(array) -> np.ndarray:
@@ -190,13 +214,18 @@ def offsets(boxes: list) -> list[list[int]]:
     return starts
 
 
-def digest(array: np.ndarray, boxes: list, region: list) -> str:
-    """Of the bits of a region that lies in one of the boxes of an array."""
+def part_of(array: np.ndarray, boxes: list, region: list) -> np.ndarray:
+    """A region that lies in one of the boxes of an array."""
     for box, start in zip(boxes, offsets(boxes)):
         if common(box, region) == [tuple(span) for span in region]:
-            cut = tuple(slice(o + r[0] - b[0], o + r[1] - b[0]) for o, r, b in zip(start, region, box))
-            return hashlib.blake2b(np.ascontiguousarray(array[cut]).view(np.uint8), digest_size=16).hexdigest()
+            cut = [slice(o + r[0] - b[0], o + r[1] - b[0]) for o, r, b in zip(start, region, box)]
+            return array[(*cut, ...)]
     raise SyncError(f"{region} is in none of {boxes}")
+
+
+def digests_of(parts: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Of the bits of arrays, by name."""
+    return {name: found.hex() for name, found in zip(parts, _native.digests(list(parts.values())))}
 
 
 def region_key(name: str, region: list) -> str:

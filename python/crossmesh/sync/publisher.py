@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from .. import Layout, _native
 from .channel import SyncError
-from .member import Member, bits, common, digest, region_key
+from .member import Member, bits, common, digests_of, part_of, region_key
 from .rollcall import RollCall
 
 
@@ -55,6 +54,7 @@ class Publisher(Member):
             self._offer(self._renamed(name), value)
         shapes = [(about["dtype"], about["local"]) for about in self._about.values()]
         self._snapshot = dict(zip(self._about, _native.arrays(shapes)))
+        self._views = {name: view_like(self._snapshot[name], value) for name, value in self._offered.items()}
         self._start()
 
     def _renamed(self, name: str) -> str:
@@ -86,17 +86,27 @@ class Publisher(Member):
     def _state(self) -> dict:
         return {"version": self._version}
 
-    def publish(self, version: int, *, names: list[str] | None = None, changed_only: bool = False) -> None:
+    def publish(
+        self,
+        version: int,
+        *,
+        names: list[str] | None = None,
+        changed_only: bool = False,
+        values: Iterable[tuple[str, Any]] | None = None,
+    ) -> None:
         """Takes a snapshot, and returns; the version moves while training goes on. Where the last one is still being read, or other ranks
         have not published it yet, waits its turn; servers that are slow or gone are not waited for.
 
-        ``names``: only these have changed. ``changed_only``: those whose bits have.
+        ``names``: only these have changed. ``changed_only``: those whose bits have. ``values``: names and arrays to take instead of those
+        that were offered, one by one, as an iterator makes them.
         """
         if not self._offered:
             raise SyncError("nothing was offered\nhint: call `offer` first")
         self._check()
         if self._version is not None and version <= self._version:
             raise SyncError(f"version {version} is not above {self._version}, which was published\nhint: versions only go up")
+        if values is None and any(value is None for value in self._offered.values()):
+            raise SyncError("what was offered is forgotten\nhint: give `values=`")
         for name in names or []:
             if name not in self._offered:
                 raise SyncError(f"`{name}` was not offered")
@@ -106,24 +116,63 @@ class Publisher(Member):
             self._lock.wait_for(lambda: not (self._busy or self._pending) or self._closed)
             start = time.perf_counter()
             since, self._version = self._version, None
-        changed = None if names is None and not changed_only else []
-        for name, value in self._offered.items():
-            if names is not None and name not in names:
-                continue
-            into = self._snapshot[name]
-            cast_into(into, value)
-            if changed_only:
-                hash_now = hashlib.blake2b(np.ascontiguousarray(bits(into)).view(np.uint8)).digest()
-                if self._hashes.get(name) == hash_now:
-                    continue
-                self._hashes[name] = hash_now
-            if changed is not None:
-                changed.append(name)
+        given = self._offered.items() if values is None else values
+        if names is not None:
+            given = ((name, value) for name, value in given if name in names)
+        if values is None and not changed_only:
+            taken = changed = self._copy_all(dict(given))
+        else:
+            taken, changed = self._copy_each(given, changed_only)
+        missing = set(self._offered if names is None else names).difference(taken)
+        if missing:
+            raise SyncError(f"no value of `{min(missing)}` was given, nor of {len(missing) - 1} others")
+        if names is None and not changed_only:
+            changed = None
         with self._lock:
             self._version, self._since = version, since
             self._pending = self._channel is not None
             self._version_times = {"snapshot_s": time.perf_counter() - start}
         self._tell("published", version=version, changed=changed, since=since)
+
+    def forget(self) -> None:
+        """Lets go of what was offered; from now on ``publish`` is given ``values``."""
+        self._offered = dict.fromkeys(self._offered)
+
+    def _copy_all(self, values: dict[str, Any]) -> list[str]:
+        """Into the snapshot, of torch's in one call: a call a tensor costs more than a small tensor."""
+        of_torch = [name for name, value in values.items() if is_torch(value)]
+        if of_torch:
+            import torch
+
+            into, given = [self._view(name, values[name]) for name in of_torch], [values[name].detach() for name in of_torch]
+            torch._foreach_copy_(into, given)
+        self._copy_each(((name, value) for name, value in values.items() if not is_torch(value)), False)
+        return list(values)
+
+    def _copy_each(self, values: Iterable[tuple[str, Any]], changed_only: bool) -> tuple[set[str], list[str]]:
+        """The same, one by one, as they come; which came, and which of them have other bits than before."""
+        taken, changed = set(), []
+        for name, value in values:
+            cast_into(self._view(name, value), value, self._about[name]["dtype"])
+            taken.add(name)
+            if changed_only:
+                (hash_now,) = _native.digests([bits(self._snapshot[name])])
+                if self._hashes.get(name) == hash_now:
+                    continue
+                self._hashes[name] = hash_now
+            changed.append(name)
+        return taken, changed
+
+    def _view(self, name: str, value: Any) -> Any:
+        """Where a value goes, as its own library sees it."""
+        view = self._views.get(name)
+        if view is None:
+            raise SyncError(f"`{name}` was not offered")
+        if is_torch(view) != is_torch(value):
+            view = self._views[name] = view_like(self._snapshot[name], value)
+        if view.shape != value.shape:
+            raise SyncError(f"`{name}` was offered with shape {self._about[name]['local']}, {list(value.shape)} is published")
+        return view
 
     def wait(self, version: int, timeout_s: float = 60.0) -> None:
         """Until every subscriber has all of a version."""
@@ -147,7 +196,7 @@ class Publisher(Member):
 
     def _digests(self, said: dict) -> dict:
         """Of everything that a subscriber wants of us, box by box."""
-        start, found = time.perf_counter(), {}
+        start, parts = time.perf_counter(), {}
         for member in self._roster:
             if member["side"] != "subscriber":
                 continue
@@ -158,8 +207,9 @@ class Publisher(Member):
                 for box in mine:
                     for other in tensor["boxes"]:
                         region = common(box, other)
-                        if region is not None and (key := region_key(name, region)) not in found:
-                            found[key] = digest(bits(self._snapshot[name]), mine, region)
+                        if region is not None and (key := region_key(name, region)) not in parts:
+                            parts[key] = part_of(bits(self._snapshot[name]), mine, region)
+        found = digests_of(parts)
         with self._lock:
             self._version_times["digest_s"] = time.perf_counter() - start
         return found
@@ -195,22 +245,33 @@ def _dtype_name(value: Any) -> str:
     return _native.dtype(name)
 
 
-def cast_into(into: Any, value: Any) -> None:
-    """Copies a shard into an array of ours, and casts it on the way."""
-    if type(value).__module__.startswith("torch"):
+def view_like(array: Any, value: Any) -> Any:
+    """An array of ours as the library sees it that a value is of."""
+    if is_torch(value):
         import torch
 
-        torch.from_dlpack(into).copy_(value.detach())
+        return torch.from_dlpack(array)
+    return bits(array)
+
+
+def is_torch(value: Any) -> bool:
+    return type(value).__module__.split(".")[0] == "torch"
+
+
+def cast_into(view: Any, value: Any, dtype: str) -> None:
+    """Copies a shard into a view of its library's, and casts it on the way."""
+    if is_torch(value):
+        view.copy_(value.detach())
         return
-    view, value = bits(into), np.asarray(value)
-    if into.dtype == "bf16" and value.dtype == np.float32:
+    value = np.asarray(value)
+    if dtype == "bf16" and value.dtype == np.float32:
         # To the nearest, ties to even; a NaN stays one.
         raw = np.ascontiguousarray(value).view(np.uint32)
         rounded = ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)
         np.copyto(view, np.where(np.isnan(value), ((raw >> 16) | 0x40).astype(np.uint16), rounded))
-    elif into.dtype in ("bf16", "f8e4m3", "f8e5m2"):
+    elif dtype in ("bf16", "f8e4m3", "f8e5m2"):
         if value.dtype.itemsize != view.dtype.itemsize:
-            raise SyncError(f"numpy cannot cast {value.dtype} to {into.dtype}\nhint: give torch tensors, or its bits as unsigned numbers")
+            raise SyncError(f"numpy cannot cast {value.dtype} to {dtype}\nhint: give torch tensors, or its bits as unsigned numbers")
         np.copyto(view, value.view(view.dtype))
     else:
         np.copyto(view, value, casting="same_kind")

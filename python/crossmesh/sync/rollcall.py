@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 
-from .. import CrossmeshError, PlanError, plan
+from .. import Cluster, CrossmeshError, Plan, PlanError, plan
 from .channel import Channel, derive
 
 SILENT_S = 3.0
@@ -39,11 +39,12 @@ class Member:
     def __init__(self, channel: Channel, hello: dict) -> None:
         self.channel, self.hello = channel, hello
         self.side, self.rank, self.size = hello["side"], hello["rank"], hello["size"]
+        self.host = hello["host"]
         self.key = (self.side != "publisher", self.rank)
         self.joined = -1  # the epoch that it is in
         self.version, self.changed, self.since = hello.get("version"), None, None  # what a publisher has
         self.staged, self.installed = hello.get("staged"), hello.get("installed")  # what a subscriber has
-        self.told = None  # the last commit
+        self.told = hello.get("ready")  # the last commit
         self.wants = False  # to publish the next version, though this one has not moved
 
     @property
@@ -71,6 +72,7 @@ class RollCall:
         self._complete = False  # everybody was here once
         self._moving: dict | None = None  # the round under way
         self._said = None
+        self._observers: list[Channel] = []  # who want to know what is offered
         for work in (self._accept, self._decide):
             threading.Thread(target=work, name="crossmesh-roll-call", daemon=True).start()
 
@@ -93,7 +95,11 @@ class RollCall:
         member = None
         try:
             channel = Channel(stream, self._secret, "roll call")
-            member = Member(channel, channel.receive(SILENT_S))
+            hello = channel.receive(SILENT_S)
+            if hello["side"] == "observer":
+                self._events.put(("asks", channel, None))
+                return
+            member = Member(channel, hello)
             self._events.put(("hello", member, None))
             while True:
                 self._events.put(("said", member, channel.receive(SILENT_S)))
@@ -112,14 +118,16 @@ class RollCall:
                 event = None
             if event == "hello":
                 self._came(member)
+            elif event == "asks":
+                self._observers.append(member)
             elif event == "gone" and self._members.get(member.key) is member:
                 del self._members[member.key]
                 self._over(f"{member.name} is gone")
             elif event == "said" and self._members.get(member.key) is member:
                 getattr(self, "_on_" + said["word"], lambda *_: None)(member, said)
             self._advance()
-        for member in self._members.values():
-            member.channel.close()
+        for channel in [member.channel for member in self._members.values()] + self._observers:
+            channel.close()
 
     def _came(self, member: Member) -> None:
         before = self._members.get(member.key)
@@ -199,7 +207,24 @@ class RollCall:
             for member in self._members.values():
                 member.tell(word, **values)
 
+    def _tell_observers(self) -> None:
+        """What is offered, once all publishers are here."""
+        publishers = [m for m in self._members.values() if m.side == "publisher"]
+        if not publishers or len(publishers) < publishers[0].size:
+            return
+        offered = {}
+        for member in publishers:
+            offered |= {name: {k: t[k] for k in ("dtype", "shape")} for name, t in member.hello["tensors"].items()}
+        for channel in self._observers:
+            try:
+                channel.send("offered", tensors=offered)
+            except OSError:
+                pass  # it has lost interest
+        self._observers = []
+
     def _advance(self) -> None:
+        if self._observers:
+            self._tell_observers()
         if self._changed_s is not None:
             if time.monotonic() - self._changed_s >= _SETTLE_S and self._is_complete():
                 self._form()
@@ -227,8 +252,8 @@ class RollCall:
         return self._complete and all(sides.values())
 
     def _form(self) -> None:
-        """An epoch of all who are here. Ranks of its job: publishers first; the first one is in this process."""
-        members = [self._members[key] for key in sorted(self._members)]
+        """An epoch of all who are here. Ranks of its job lie host by host; the first one is in this process."""
+        members = host_by_host([self._members[key] for key in sorted(self._members)])
         if members == self._looked_at:
             return
         self._looked_at = members
@@ -257,6 +282,7 @@ class RollCall:
         held = {m.staged for m in subscribers}
         if len(held) == 1 and None not in held:
             self._commit(held.pop(), subscribers)
+        self._settle(subscribers)
         if len(versions) != 1 or None in versions or self._tries >= _TRIES:
             return
         version = versions.pop()
@@ -270,6 +296,17 @@ class RollCall:
         self._moving = {"round": self._round, "version": version, "moved": set(), "checked": set(), "digests": {}}
         for member in self._order:
             member.tell("round", round=self._round, epoch=self._epoch, version=version, names=names)
+
+    def _settle(self, subscribers: list[Member]) -> None:
+        """What a subscriber brought back from an epoch that ended without it: it counts if somebody installed it, and else never will."""
+        for member in subscribers:
+            if member.staged is None or member.staged in (member.installed, member.told):
+                continue
+            if any(other.installed == member.staged for other in subscribers):
+                self._commit(member.staged, [member])
+            else:
+                member.tell("void", version=member.staged)
+                member.staged = None
 
     def _commit(self, version: int, subscribers: list[Member]) -> None:
         for member in subscribers:
@@ -304,16 +341,28 @@ def mismatch(members: list[Member]) -> str | None:
 
 def roster_of(members: list[Member]) -> list[dict]:
     """Who is here with which boxes, in the order of the epoch's ranks."""
-    return [{"name": m.name, "side": m.side, "rank": m.rank, "tensors": m.hello["tensors"]} for m in members]
+    about = lambda m: {"name": m.name, "side": m.side, "rank": m.rank, "host": m.host, "tensors": m.hello["tensors"]}  # noqa: E731
+    return [about(member) for member in members]
+
+
+def host_by_host(members: list[Member]) -> list[Member]:
+    """Those of one host in a row, so that the planner brings nothing into a host twice; hosts in the order of their first members."""
+    hosts = list(dict.fromkeys(member.host for member in members))
+    return sorted(members, key=lambda member: hosts.index(member.host))
 
 
 def uncovered(members: list[Member]) -> str | None:
     """What somebody wants and nobody here has, as the planner says it."""
     try:
-        plan(pairs_of(roster_of(members), None), devices_per_host=1)
+        plan_of(roster_of(members), None)
     except PlanError as error:
         return str(error).splitlines()[0]
     return None
+
+
+def plan_of(roster: list[dict], names: list[str] | None) -> Plan:
+    """How these tensors go from those who offer them to those who want them; all of them without names."""
+    return plan(pairs_of(roster, names), cluster=Cluster.of_ranks(member["host"] for member in roster))
 
 
 def pairs_of(roster: list[dict], names: list[str] | None) -> dict[str, tuple[str, str]]:

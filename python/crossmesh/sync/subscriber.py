@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import Layout, _native
 from .channel import SyncError
-from .member import Member, bits, common, digest, region_key
+from .member import Member, bits, common, digests_of, part_of, region_key
 from .publisher import _dtype_name
 
 
@@ -29,7 +29,8 @@ class Slot:
 class Subscriber(Member):
     """Receives weights, on every rank of a job, beside those that serve; ``install`` copies a whole version.
 
-    ``into`` are this rank's arrays by name; ``layouts`` says, by published name, which part of the tensor this rank wants: a ``Layout`` of
+    ``into`` are this rank's arrays by name, or pairs of a dtype and a shape: of these, the version that ``poll`` saw is looked at where it
+    arrived, in ``staged``, until ``install`` is called. ``layouts`` says, by published name, which part of the tensor this rank wants: a ``Layout`` of
     this job, or a :class:`Slot`; without ``layouts``, all of them are wanted whole. ``dtype`` is what the arrays hold, where they cannot say:
     numpy has bf16 as 16-bit numbers.
     """
@@ -48,11 +49,12 @@ class Subscriber(Member):
         secret: str | None = None,
     ) -> None:
         super().__init__(address, rank, size, secret)
-        self._into = dict(into)
-        shapes = [(dtype or _dtype_name(value), list(value.shape)) for value in self._into.values()]
-        self._staging = dict(zip(self._into, _native.arrays(shapes)))
+        about = lambda value: value if isinstance(value, tuple) else (dtype or _dtype_name(value), value.shape)  # noqa: E731
+        shapes = [(name, list(shape)) for name, shape in map(about, into.values())]
+        self._staging = dict(zip(into, _native.arrays(shapes)))
+        self._into = {name: value for name, value in into.items() if not isinstance(value, tuple)}
         self._slots, self._wanted = {}, {}
-        layouts = {name: name for name in self._into} if layouts is None else layouts
+        layouts = {name: name for name in into} if layouts is None else layouts
         for name, layout in layouts.items():
             self._want(name, layout)
         self._staged, self._installed, self._ready = None, None, None
@@ -60,10 +62,10 @@ class Subscriber(Member):
 
     def _want(self, name: str, layout: Layout | Slot | str) -> None:
         param, index = (layout.param, layout.index) if isinstance(layout, Slot) else (name, ())
-        if param not in self._into:
+        if param not in self._staging:
             raise SyncError(f"`{name}` goes into `{param}`, which is none of this rank's arrays")
         array = self._staging[param]
-        part = bits(array)[index]
+        part = bits(array)[(*index, ...)]  # a view, of a number too
         if isinstance(layout, str):
             shape = list(part.shape)
             boxes = [[(0, n) for n in shape]]
@@ -80,12 +82,17 @@ class Subscriber(Member):
         return self._wanted
 
     def _state(self) -> dict:
-        return {"staged": self._staged, "installed": self._installed}
+        return {"staged": self._staged, "ready": self._ready, "installed": self._installed}
 
     @property
     def version(self) -> int | None:
         """The version that is installed."""
         return self._installed
+
+    @property
+    def staged(self) -> dict[str, _native.Array]:
+        """What arrived, by name: a whole version from when ``poll`` says so to ``install``."""
+        return dict(self._staging)
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Whether a whole version is here, and everywhere, whose digests hold, and that is not installed."""
@@ -131,6 +138,7 @@ class Subscriber(Member):
 
     def _first_wrong(self, digests: dict) -> str | None:
         """The first box whose bits are not those that were published, and whose it was."""
+        parts, whose = {}, {}
         for member in self._roster:
             if member["side"] != "publisher":
                 continue
@@ -139,11 +147,12 @@ class Subscriber(Member):
                 for offered in member["tensors"].get(name, {"boxes": []})["boxes"]:
                     for box in wanted:
                         region = common(box, offered)
-                        if region is None:
-                            continue
-                        key = region_key(name, region)
-                        if digests.get(key) != digest(self._slots[name], wanted, region):
-                            return f"tensor `{key}` of subscriber {self.rank} is not what {member['name']} published"
+                        if region is not None:
+                            key = region_key(name, region)
+                            parts[key], whose[key] = part_of(self._slots[name], wanted, region), member["name"]
+        for key, found in digests_of(parts).items():
+            if digests.get(key) != found:
+                return f"tensor `{key}` of subscriber {self.rank} is not what {whose[key]} published"
         return None
 
     def _on_commit(self, said: dict) -> None:

@@ -74,11 +74,14 @@ pub struct EngineOptions {
     pub hosts: Vec<String>,
     /// Whoever holds another copy of it can end the job.
     pub interrupt: Interrupt,
+    /// How many threads of a rank want a core: who drives the engine, and who has other things to do meanwhile. An engine that looks for news
+    /// instead of sleeping must not have the core of whoever asks it.
+    pub threads: usize,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { deadline_ms: 10_000, hosts: vec![], interrupt: Interrupt::default() }
+        Self { deadline_ms: 10_000, hosts: vec![], interrupt: Interrupt::default(), threads: 1 }
     }
 }
 
@@ -162,7 +165,8 @@ impl Engine {
             Some(here) => options.hosts.iter().filter(|host| *host == here).count(),
             None => links.len() + 1,
         };
-        let spin = spin::Spin::new(ranks_here, std::thread::available_parallelism().map_or(1, |n| n.get()));
+        let busy = ranks_here * options.threads;
+        let spin = spin::Spin::new(busy, std::thread::available_parallelism().map_or(1, |n| n.get()));
         let mut peers = vec![];
         for (i, (rank, link)) in links.into_iter().enumerate() {
             let data = epoll::EventData::new_u64(i as u64);

@@ -120,7 +120,8 @@ impl Job {
             Err(error) => return Err(RendezvousError::Aborted(meeting.fail(unconnected(rank, error))).into()),
         };
         let hosts = meeting.hosts().to_vec();
-        let engine = EngineOptions { deadline_ms: options.deadline_ms, hosts: hosts.clone(), interrupt };
+        let engine =
+            EngineOptions { deadline_ms: options.deadline_ms, hosts: hosts.clone(), interrupt, threads: 2 };
         let engine = Engine::new(rank, links, Box::new(Monotonic), engine)?;
         let sharing = meeting.sharing();
         let mut comm =

@@ -1,0 +1,120 @@
+"""What a call from Python costs beside what it asks for, in two processes of this host.
+
+    crossmesh launch -n 2 -- python3 bench/python/calls.py [--calls 2000]
+
+- `start` and `wait` of a plan of one small tensor, less the time that the engine reports of it: the median over the calls. Between two
+  ranks it holds what it takes the system to wake threads, on a busy machine most of it; a rank alone has none of that.
+- `publish` of a shard of 50 MB in 200 tensors, uncast, beside one copy of as many bytes, in turns: the least of each,
+  since whatever else runs here only adds.
+- `cm.plan`, beside the same planner called by Rust: `cargo bench -p crossmesh-core --bench planning -- plans` prints the other number.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+import numpy as np
+import torch
+
+import crossmesh as cm
+
+
+def overhead(job, calls):
+    """By kind of array: the median of a call, of the engine's part of it, and of the difference, in microseconds."""
+    plan = cm.plan({"w": ("f32[64]@A{d:1}=0(_)", "f32[64]@B{d:1}=1(_)")})
+    kinds = {"numpy": lambda: np.ones(64, np.float32), "torch": lambda: torch.ones(64), "ours": None}
+    found = {}
+    for kind, make in kinds.items():
+        mine, out = plan.empty(job.rank, "src"), plan.empty(job.rank)
+        if make:
+            mine, out = {name: make() for name in mine}, {name: make() for name in out}
+        taken = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            report = job.start(plan, mine, out).wait()
+            taken.append((time.perf_counter() - start, report.seconds))
+        taken = taken[calls // 10 :]
+        middle = lambda values: round(1e6 * statistics.median(values), 1)  # noqa: E731
+        found[kind] = (middle(t for t, _ in taken), middle(e for _, e in taken), middle(t - e for t, e in taken))
+    return found
+
+
+def alone(calls):
+    """Microseconds of a call beyond the engine's, in a job of one rank: nobody else is waited for."""
+    plan = cm.plan({"w": ("f32[64]@A{d:1}=0(_)", "f32[64]@B{d:1}=0(_)")})
+    arrays = [{"w": np.ones(64, np.float32)} for _ in range(2)]
+    beyond = []
+    with cm.init(rank=0, size=1, address=f"127.0.0.1:{int(os.environ['MASTER_PORT']) + 2}") as job:
+        for _ in range(calls):
+            start = time.perf_counter()
+            report = job.start(plan, *arrays).wait()
+            beyond.append(time.perf_counter() - start - report.seconds)
+    return round(1e6 * statistics.median(beyond[calls // 10 :]), 1)
+
+
+def publishing(rank, turns):
+    """Seconds to publish a shard and to copy it, in turns."""
+    torch.set_num_threads(1)
+    address = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"
+    shape, names = (125, 1000), [f"t{i}" for i in range(200)]
+    weights = {name: torch.ones(shape, dtype=torch.bfloat16) for name in names}
+    if rank == 1:
+        subscriber = cm.sync.Subscriber(address, weights, rank=0, size=1)
+        while subscriber.version != turns:
+            if subscriber.poll(30):
+                subscriber.install()
+        return None
+    publisher = cm.sync.Publisher(address, rank=0, size=1)
+    publisher.offer(weights)
+    one, other = (torch.ones(len(names) * shape[0] * shape[1], dtype=torch.bfloat16) for _ in range(2))
+    published, copied = [], []
+    for version in range(1, turns + 1):
+        start = time.perf_counter()
+        publisher.publish(version)
+        published.append(time.perf_counter() - start)
+        publisher.wait(version)
+        start = time.perf_counter()
+        other.copy_(one)
+        copied.append(time.perf_counter() - start)
+    return min(published[2:]), min(copied[2:])
+
+
+def planning():
+    """The case of 1,000 tensors of crates/core/benches/planning.rs: seconds of `cm.plan`, and of reading its layouts."""
+    shape = lambda i: f"bf16[{4096 + 128 * (i % 7)},4096]"  # noqa: E731
+    texts = {f"t{i}": (f"{shape(i)}@A{{dp:32,d:8}}(dp+d,_)", f"{shape(i)}@B{{r:16,tp:8}}(tp,_)") for i in range(1000)}
+    best = []
+    for _ in range(5):
+        start = time.perf_counter()
+        pairs = {name: tuple(map(cm.Layout.parse, texts[name])) for name in texts}
+        read = time.perf_counter()
+        plan = cm.plan(pairs, devices_per_host=8)
+        best.append((time.perf_counter() - read, read - start))
+        assert plan.num_transfers == 1000 * 128 * 32
+    return min(best)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--turns", type=int, default=60)
+    args = parser.parse_args()
+    job = cm.init()
+    calls = overhead(job, args.calls)
+    job.close()
+    publish = publishing(job.rank, args.turns)
+    if job.rank == 0:
+        by_itself = alone(args.calls)
+        print(f"call, alone  {by_itself:.1f} us beyond the engine")
+        for kind, (call, engine, beyond) in calls.items():
+            print(f"call, {kind:<6} {call:8.1f} us, of which the engine {engine:8.1f} us: {beyond:5.1f} us beyond it")
+        print(f"publish    {1e3 * publish[0]:8.2f} ms, a copy {1e3 * publish[1]:.2f} ms: {publish[0] / publish[1]:.2f} x")
+        plan, layouts = planning()
+        print(f"plan       {1e3 * plan:8.1f} ms for 1,000 tensors, 256 to 128; their layouts {1e3 * layouts:.1f} ms")
+        print(json.dumps({"calls_us": calls, "alone_us": by_itself, "publish_s": publish[0], "copy_s": publish[1], "plan_s": plan}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
