@@ -134,6 +134,11 @@ impl Copy {
         Ok(())
     }
 
+    /// The same where the bytes are in memory already.
+    pub fn scatter(&self, from: &[u8], memory: &mut [u8]) {
+        scatter(&from[self.from as usize..], memory, &self.steps, self.to as usize, self.run as usize);
+    }
+
     /// Reads the box into memory. `scratch` is used where runs have to be sorted out.
     pub fn read(
         &self,

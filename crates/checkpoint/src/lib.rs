@@ -18,8 +18,10 @@ compile_error!("checkpoints are little-endian, and numbers are copied as they li
 pub mod catalog;
 pub mod convert;
 mod copy;
+pub mod diff;
 pub mod element;
 pub mod error;
+mod load;
 pub mod names;
 mod open;
 mod pickle;
@@ -32,6 +34,7 @@ pub use catalog::{Catalog, Format, Problem, ProblemKind, StoredBox, Tensor};
 pub use convert::{Conversion, Limits, Progress, Report, RunOptions};
 pub use element::Element;
 pub use error::CheckpointError;
+pub use load::{Loaded, Want, load};
 pub use names::{NameMap, Naming, Parallel, Renamed};
 pub use open::open;
 pub use request::{Planned, Request};

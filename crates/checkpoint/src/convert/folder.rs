@@ -39,17 +39,29 @@ impl Folder {
     }
 
     /// Begins, or goes on where the same conversion was stopped.
-    pub fn begin(&self, identity: &[u8; 32], slabs: usize) -> Result<(Journal, Done), CheckpointError> {
+    pub fn begin(
+        &self,
+        identity: &[u8; 32],
+        slabs: usize,
+        files: &[(&str, u64)],
+    ) -> Result<(Journal, Done), CheckpointError> {
         self.make()?;
-        if let Some(begun) = Journal::open(&self.partial, identity, slabs)? {
-            return Ok(begun);
+        if let Some((journal, done)) = Journal::open(&self.partial, identity, slabs)?
+            && (done.iter().all(Option::is_none) || self.has_all(files))
+        {
+            return Ok((journal, done));
         }
-        // What lies there is of another conversion.
+        // What lies there is of another conversion, or somebody took files away.
         self.remove();
         self.make()?;
         Journal::open(&self.partial, identity, slabs)?.ok_or_else(|| {
             CheckpointError::target(format!("{}: somebody else writes here", self.partial.display()))
         })
+    }
+
+    fn has_all(&self, files: &[(&str, u64)]) -> bool {
+        let bytes = |name: &str| std::fs::metadata(self.partial.join(name)).ok().map(|m| m.len());
+        files.iter().all(|(name, len)| bytes(name) == Some(*len))
     }
 
     fn make(&self) -> Result<(), CheckpointError> {
@@ -62,7 +74,7 @@ impl Folder {
     }
 
     /// A file of this length. Its room is taken at once where the file system can: a full disk is noticed first.
-    pub fn file(&self, name: &str, bytes: u64) -> Result<(File, PathBuf), CheckpointError> {
+    pub fn make_file(&self, name: &str, bytes: u64) -> Result<PathBuf, CheckpointError> {
         let path = self.partial.join(name);
         if let Some(parent) = Path::new(name).parent().filter(|p| !p.as_os_str().is_empty()) {
             std::fs::create_dir_all(self.partial.join(parent))
@@ -81,7 +93,7 @@ impl Folder {
                 return Err(CheckpointError::Io { what: "find room for", path, cause: error.into() });
             }
         }
-        Ok((file, path))
+        Ok(path)
     }
 
     /// Refuses before the first byte what cannot fit.

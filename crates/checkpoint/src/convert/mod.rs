@@ -27,6 +27,7 @@ use crate::element::Element;
 use crate::error::CheckpointError;
 use crate::target::{Spec, Target, What, lay_out};
 
+pub(crate) use cast::cast;
 pub use run::{Progress, Report, RunOptions};
 
 /// A buffer is never larger: beyond this a read costs what its bytes do.
@@ -218,7 +219,7 @@ enum Work {
 }
 
 /// Cuts a box into boxes of at most so many elements that follow each other row-major, in their order.
-fn cut(region: &Region, limit: u64, each: &mut impl FnMut(Region)) {
+pub(crate) fn cut(region: &Region, limit: u64, each: &mut impl FnMut(Region)) {
     if region.is_empty() {
         return;
     }

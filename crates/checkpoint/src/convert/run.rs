@@ -17,7 +17,7 @@ use crate::catalog::{modified, row_major};
 use crate::copy::{Copy, read_exact};
 use crate::error::CheckpointError;
 use crate::target::What;
-use crate::zip::{crc32, crc32_of_both};
+use crate::zip::{Shell, crc32, crc32_of_both};
 
 /// Files of the source that are open at a time, in each thread.
 const MAX_OPEN: usize = 128;
@@ -68,7 +68,8 @@ impl Conversion {
         let folder = Folder::new(target)?;
         folder.has_room(self.bytes())?;
         let slabs = self.slabs(limits.buffer_bytes);
-        let (journal, done) = folder.begin(&self.identity(limits), slabs.len())?;
+        let files: Vec<(&str, u64)> = self.target.files.iter().map(|f| (f.name.as_str(), f.bytes)).collect();
+        let (journal, done) = folder.begin(&self.identity(limits), slabs.len(), &files)?;
         let result = Run::new(self, &folder, limits, options, slabs, journal, done)
             .and_then(Run::finish)
             .and_then(|report| folder.finish().map(|()| report));
@@ -112,9 +113,8 @@ impl Conversion {
     }
 }
 
-/// A file of the target while it is written.
+/// A file of the target while it is written. Threads open it themselves: there may be more files than can be open.
 struct Out {
-    file: File,
     path: PathBuf,
     /// Since it was last handed to the disk.
     written: AtomicU64,
@@ -147,8 +147,8 @@ impl<'a> Run<'a> {
         done: Done,
     ) -> Result<Self, CheckpointError> {
         let open = |file: &crate::target::OutFile| {
-            let (opened, path) = folder.file(&file.name, file.bytes)?;
-            Ok(Out { file: opened, path, written: AtomicU64::new(0) })
+            let path = folder.make_file(&file.name, file.bytes)?;
+            Ok(Out { path, written: AtomicU64::new(0) })
         };
         let outs = conversion.target.files.iter().map(open).collect::<Result<Vec<_>, CheckpointError>>()?;
         let mut run = Self {
@@ -213,7 +213,7 @@ impl<'a> Run<'a> {
         self.extras()?;
         self.unchanged()?;
         for out in &self.outs {
-            out.file.sync_all().map_err(CheckpointError::io("synchronise", &out.path))?;
+            out.open()?.sync_all().map_err(CheckpointError::io("synchronise", &out.path))?;
         }
         let files = &self.conversion.target.files;
         Ok(Report {
@@ -236,14 +236,18 @@ impl<'a> Run<'a> {
             *sum = crc32_of_both(*sum, crc, self.bytes_of(slab));
         }
         for (i, file) in self.conversion.target.files.iter().enumerate() {
+            let out = &self.outs[i];
+            let opened = out.open()?;
             for (p, part) in file.parts.iter().enumerate() {
                 match &part.what {
-                    What::Bytes(bytes) => self.write(i, part.at, bytes)?,
-                    What::Box { region, tensor, shell: Some(shell) } => {
-                        self.write(i, part.at, &shell.head)?;
+                    What::Bytes(bytes) => out.write(&opened, part.at, bytes)?,
+                    What::Box { region, tensor, head_bytes: Some(_) } => {
+                        let shape: Vec<u64> = region.spans().iter().map(|s| s.len()).collect();
+                        let shell = Shell::of_tensor(self.conversion.elements_of(tensor).1, &shape);
+                        out.write(&opened, part.at, &shell.head)?;
                         let crc = sums.get(&(i as u32, p as u32)).copied().unwrap_or(crc32(&[]));
                         let bytes = region.volume() * self.conversion.elements_of(tensor).1.bytes();
-                        self.write(i, part.data_at() + bytes, &shell.tail(crc))?;
+                        out.write(&opened, part.data_at() + bytes, &shell.tail(crc))?;
                     }
                     _ => {}
                 }
@@ -274,18 +278,22 @@ impl<'a> Run<'a> {
         }
         Ok(())
     }
+}
 
-    fn write(&self, file: usize, at: u64, bytes: &[u8]) -> Result<(), CheckpointError> {
-        let out = &self.outs[file];
-        out.file.write_all_at(bytes, at).map_err(CheckpointError::io("write", &out.path))
+impl Out {
+    fn open(&self) -> Result<File, CheckpointError> {
+        File::options().write(true).open(&self.path).map_err(CheckpointError::io("write", &self.path))
+    }
+
+    fn write(&self, file: &File, at: u64, bytes: &[u8]) -> Result<(), CheckpointError> {
+        file.write_all_at(bytes, at).map_err(CheckpointError::io("write", &self.path))
     }
 
     /// Asks the disk to begin while there is more to write; that it cannot is no failure.
-    fn write_back(&self, file: usize, bytes: u64) {
-        let out = &self.outs[file];
-        let before = out.written.fetch_add(bytes, Ordering::Relaxed);
+    fn write_back(&self, file: &File, bytes: u64) {
+        let before = self.written.fetch_add(bytes, Ordering::Relaxed);
         if before / WRITE_BACK_BYTES != (before + bytes) / WRITE_BACK_BYTES {
-            start_write_back(&out.file);
+            start_write_back(file);
         }
     }
 }
@@ -305,12 +313,13 @@ struct Worker<'r, 'a> {
     scratch: Vec<u8>,
     rounded: Vec<u8>,
     open: HashMap<u32, (Arc<File>, PathBuf)>,
+    outs: HashMap<u32, Arc<File>>,
 }
 
 impl<'r, 'a> Worker<'r, 'a> {
     fn new(run: &'r Run<'a>) -> Self {
         let scratch = vec![0; run.limits.buffer_bytes as usize];
-        Self { run, slab: vec![], scratch, rounded: vec![], open: HashMap::new() }
+        Self { run, slab: vec![], scratch, rounded: vec![], open: HashMap::new(), outs: HashMap::new() }
     }
 
     fn work(&mut self) -> Result<(), CheckpointError> {
@@ -326,10 +335,12 @@ impl<'r, 'a> Worker<'r, 'a> {
             }
             let (at, bytes) = self.fill(slab)?;
             let crc = if bytes.zipped { crc32(self.bytes(&bytes)) } else { 0 };
-            run.write(slab.file as usize, at, self.bytes(&bytes))?;
+            let out = &run.outs[slab.file as usize];
+            let opened = self.target(slab.file)?;
+            out.write(&opened, at, self.bytes(&bytes))?;
             run.journal.lock().expect("nobody panics with it").wrote(number, crc)?;
             run.done.lock().expect("nobody panics with it")[number] = Some(crc);
-            run.write_back(slab.file as usize, bytes.len as u64);
+            out.write_back(&opened, bytes.len as u64);
             let done = run.bytes_done.fetch_add(bytes.len as u64, Ordering::Relaxed) + bytes.len as u64;
             if let Some(progress) = run.options.progress {
                 progress(Progress { bytes_done: done, bytes: run.conversion.bytes() });
@@ -346,13 +357,13 @@ impl<'r, 'a> Worker<'r, 'a> {
     fn fill(&mut self, slab: &Slab) -> Result<(u64, Filled), CheckpointError> {
         let part = self.run.part(slab);
         match (&slab.what, &part.what) {
-            (Work::Box(region), What::Box { tensor, region: whole, shell }) => {
+            (Work::Box(region), What::Box { tensor, region: whole, head_bytes }) => {
                 let (from, to) = self.run.conversion.elements_of(tensor);
                 self.read_box(tensor, region, from.bytes())?;
                 let mut filled = Filled {
                     len: (region.volume() * to.bytes()) as usize,
                     rounded: false,
-                    zipped: shell.is_some(),
+                    zipped: head_bytes.is_some(),
                 };
                 if from != to {
                     self.rounded.resize(filled.len, 0);
@@ -388,6 +399,18 @@ impl<'r, 'a> Worker<'r, 'a> {
             self.run.bytes_read.fetch_add(read, Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    fn target(&mut self, file: u32) -> Result<Arc<File>, CheckpointError> {
+        if let Some(opened) = self.outs.get(&file) {
+            return Ok(opened.clone());
+        }
+        if self.outs.len() >= MAX_OPEN {
+            self.outs.clear();
+        }
+        let opened = Arc::new(self.run.outs[file as usize].open()?);
+        self.outs.insert(file, opened.clone());
+        Ok(opened)
     }
 
     fn source(&mut self, file: u32) -> Result<(Arc<File>, PathBuf), CheckpointError> {

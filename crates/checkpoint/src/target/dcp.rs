@@ -41,7 +41,8 @@ pub fn files(plan: &Plan<'_>) -> (Vec<OutFile>, Vec<String>) {
             let shape: Vec<u64> = region.spans().iter().map(|s| s.len()).collect();
             let shell = Shell::of_tensor(plan.elements[name], &shape);
             let bytes = shell.item_bytes();
-            let what = What::Box { tensor: name.clone(), region: region.clone(), shell: Some(shell) };
+            let head_bytes = Some(shell.data_at());
+            let what = What::Box { tensor: name.clone(), region: region.clone(), head_bytes };
             add(*rank, name, Some(region.clone()), bytes, what);
         }
     }

@@ -134,7 +134,7 @@ fn file(name: String, metadata: &BTreeMap<String, String>, mut entries: Vec<Entr
     let mut parts = vec![Part { at: 0, what: What::Bytes(header) }];
     for entry in entries {
         let bytes = entry.bytes();
-        let what = What::Box { tensor: entry.name.to_string(), region: entry.region, shell: None };
+        let what = What::Box { tensor: entry.name.to_string(), region: entry.region, head_bytes: None };
         parts.push(Part { at, what });
         at += bytes;
     }

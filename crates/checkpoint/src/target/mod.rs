@@ -15,7 +15,6 @@ use crossmesh_core::region::{Region, Span};
 use crate::catalog::{Catalog, Format};
 use crate::element::Element;
 use crate::error::CheckpointError;
-use crate::zip::Shell;
 
 /// What Hugging Face's tools cut models into.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
@@ -85,11 +84,11 @@ pub struct Part {
 #[derive(Debug, Clone)]
 pub enum What {
     Bytes(Vec<u8>),
-    /// A box, row-major, and the zip file around it: then the part begins where that does.
+    /// A box, row-major; where a zip file is around it, the part begins with so many bytes of that.
     Box {
         tensor: String,
         region: Region,
-        shell: Option<Shell>,
+        head_bytes: Option<u64>,
     },
     /// Bytes of a file of the source, as they are.
     Object {
@@ -103,7 +102,7 @@ impl Part {
     /// Where a box's elements begin.
     pub fn data_at(&self) -> u64 {
         match &self.what {
-            What::Box { shell: Some(shell), .. } => self.at + shell.data_at(),
+            What::Box { head_bytes: Some(head), .. } => self.at + head,
             _ => self.at,
         }
     }
