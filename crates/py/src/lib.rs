@@ -10,6 +10,7 @@
 
 mod array;
 mod bind;
+mod checkpoint;
 mod command;
 #[expect(unsafe_code, reason = "DLPack is C structures behind pointers")]
 mod dlpack;
@@ -26,6 +27,8 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::array::{Array, arrays, dtype};
+    #[pymodule_export]
+    use crate::checkpoint::{Checkpoint, CheckpointError};
     #[pymodule_export]
     use crate::command::main;
     #[pymodule_export]

@@ -1,16 +1,20 @@
 //! Writing pickles: opcodes of protocol 2, which every torch reads.
 
+use std::collections::HashMap;
+
 /// A pickle being written.
 #[derive(Debug)]
 pub struct Writer {
     bytes: Vec<u8>,
-    /// Globals and words that come again and again: where each is remembered.
-    memo: std::collections::HashMap<String, u32>,
+    /// Words that come again and again: where each is remembered.
+    words: HashMap<String, u32>,
+    /// The same of globals, which are few.
+    globals: Vec<(String, String, u32)>,
 }
 
 impl Default for Writer {
     fn default() -> Self {
-        Self { bytes: vec![0x80, 2], memo: std::collections::HashMap::new() }
+        Self { bytes: vec![0x80, 2], words: HashMap::new(), globals: Vec::new() }
     }
 }
 
@@ -61,28 +65,34 @@ impl Writer {
 
     /// A word that comes often.
     pub fn word(&mut self, text: &str) {
-        self.again(format!("'{text}"), |w| w.str(text));
+        if let Some(&index) = self.words.get(text) {
+            return self.recall(index);
+        }
+        self.str(text);
+        let index = self.remember();
+        self.words.insert(text.to_string(), index);
     }
 
     pub fn global(&mut self, module: &str, name: &str) {
-        self.again(format!("{module}\n{name}\n"), |w| {
-            w.bytes.push(b'c');
-            w.bytes.extend(format!("{module}\n{name}\n").as_bytes());
-        });
+        if let Some(&(_, _, index)) = self.globals.iter().find(|(m, n, _)| m == module && n == name) {
+            return self.recall(index);
+        }
+        self.bytes.push(b'c');
+        self.bytes.extend(format!("{module}\n{name}\n").as_bytes());
+        let index = self.remember();
+        self.globals.push((module.to_string(), name.to_string(), index));
     }
 
-    /// Written once, recalled from then on.
-    fn again(&mut self, key: String, write: impl FnOnce(&mut Self)) {
-        if let Some(index) = self.memo.get(&key) {
-            self.bytes.push(b'j');
-            self.bytes.extend(index.to_le_bytes());
-            return;
-        }
-        write(self);
-        let index = self.memo.len() as u32;
+    fn recall(&mut self, index: u32) {
+        self.bytes.push(b'j');
+        self.bytes.extend(index.to_le_bytes());
+    }
+
+    fn remember(&mut self) -> u32 {
+        let index = (self.words.len() + self.globals.len()) as u32;
         self.bytes.push(b'r');
         self.bytes.extend(index.to_le_bytes());
-        self.memo.insert(key, index);
+        index
     }
 
     pub fn tuple(&mut self, members: impl FnOnce(&mut Self)) {

@@ -1,6 +1,6 @@
 //! torch.distributed.checkpoint: a `.distcp` file for every rank, `.metadata` for all; and what Megatron puts beside.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use crossmesh_core::region::Region;
 
@@ -36,12 +36,17 @@ pub fn files(plan: &Plan<'_>) -> (Vec<OutFile>, Vec<String>) {
         let crate::catalog::Object { file, offset, bytes } = *object;
         add(0, name, None, bytes, What::Object { file, offset, bytes });
     }
+    // Boxes of one type and shape have zip files of one size, and a model has few shapes.
+    let mut sizes: HashMap<(Element, Vec<u64>), (u64, u64)> = HashMap::new();
     for (name, boxes) in &plan.boxes {
         for (rank, region) in boxes {
             let shape: Vec<u64> = region.spans().iter().map(|s| s.len()).collect();
-            let shell = Shell::of_tensor(plan.elements[name], &shape);
-            let bytes = shell.item_bytes();
-            let head_bytes = Some(shell.data_at());
+            let (head, bytes) =
+                *sizes.entry((plan.elements[name], shape)).or_insert_with_key(|(element, shape)| {
+                    let shell = Shell::of_tensor(*element, shape);
+                    (shell.data_at(), shell.item_bytes())
+                });
+            let head_bytes = Some(head);
             let what = What::Box { tensor: name.clone(), region: region.clone(), head_bytes };
             add(*rank, name, Some(region.clone()), bytes, what);
         }
