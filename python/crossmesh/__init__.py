@@ -209,7 +209,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 def __getattr__(name: str):
     """``crossmesh.torch``, ``.jax`` and the others are imported when they are used: neither torch nor JAX is required."""
-    if name in ("torch", "jax", "models", "sync", "maps"):
+    if name in ("torch", "jax", "models", "sync", "maps", "checkpoint"):
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

@@ -10,6 +10,7 @@
 
 mod array;
 mod bind;
+mod checkpoint;
 mod command;
 mod digest;
 #[expect(unsafe_code, reason = "DLPack is C structures behind pointers")]
@@ -27,6 +28,8 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::array::{Array, arrays, dtype};
+    #[pymodule_export]
+    use crate::checkpoint::{Checkpoint, CheckpointError};
     #[pymodule_export]
     use crate::command::main;
     #[pymodule_export]

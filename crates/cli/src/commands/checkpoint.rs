@@ -1,4 +1,4 @@
-//! `crossmesh checkpoint`: what is in one, and the way to other programs and back.
+//! `crossmesh checkpoint`: what is in one, whoever wrote it, and the way to other programs and back.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -12,12 +12,16 @@ use crate::Answer;
 use crate::output::{self, count};
 use crate::training::words::Words;
 
+mod check;
+mod convert;
 mod show;
 
 /// Look into checkpoints, and exchange them with other programs.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh checkpoint show runs/gpt/checkpoints --verify
+  crossmesh checkpoint check llama-hf
+  crossmesh checkpoint convert llama-hf --to torch_dist --tp 4 --pp 2 -o llama-megatron
   crossmesh checkpoint export runs/gpt/checkpoints -o gpt2-format
   crossmesh checkpoint import gpt2/model.safetensors -o runs/tuned/checkpoints")]
 pub struct Args {
@@ -28,6 +32,9 @@ pub struct Args {
 #[derive(Debug, clap::Subcommand)]
 enum What {
     Show(show::ShowArgs),
+    Check(check::CheckArgs),
+    Diff(check::DiffArgs),
+    Convert(convert::ConvertArgs),
     Export(ExportArgs),
     Import(ImportArgs),
 }
@@ -78,6 +85,9 @@ enum Real {
 pub fn run(args: &Args) -> Result<Answer> {
     match &args.what {
         What::Show(args) => show::run(args),
+        What::Check(args) => check::check(args),
+        What::Diff(args) => check::compare(args),
+        What::Convert(args) => convert::run(args),
         What::Export(args) => export(args),
         What::Import(args) => import(args),
     }
@@ -102,6 +112,13 @@ pub fn find(path: &Path) -> Result<PathBuf> {
             path.display()
         ),
     }
+}
+
+/// Opens a checkpoint of any format; of a folder of ours, the newest complete one.
+fn open_any(path: &Path) -> Result<crossmesh_checkpoint::Catalog> {
+    let ours = path.is_dir() && !check::is_foreign(path);
+    let path = if ours { find(path).unwrap_or_else(|_| path.to_path_buf()) } else { path.to_path_buf() };
+    Ok(crossmesh_checkpoint::open(&path)?)
 }
 
 fn export(args: &ExportArgs) -> Result<Answer> {

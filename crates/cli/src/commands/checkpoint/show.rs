@@ -13,7 +13,7 @@ use super::find;
 use crate::Answer;
 use crate::output::{self, Format, Table, count};
 
-/// Show what a checkpoint holds, how large it is, and the layout it was saved on.
+/// Show what a checkpoint holds, how large it is, and the layout it was saved on. Those of other systems too.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exits 1 if --verify finds damage.
 
@@ -21,7 +21,7 @@ Examples:
   crossmesh checkpoint show runs/gpt/checkpoints
   crossmesh checkpoint show runs/gpt/checkpoints/step-00000100 --verify --format json")]
 pub struct ShowArgs {
-    /// A checkpoint, or a folder of them: the newest complete one
+    /// A checkpoint, or a folder of ours: the newest complete one; or one of another system
     #[arg(value_name = "DIR")]
     checkpoint: PathBuf,
     /// Also check the hash of every file
@@ -76,6 +76,9 @@ struct Damage {
 }
 
 pub fn run(args: &ShowArgs) -> Result<Answer> {
+    if super::check::is_foreign(&args.checkpoint) {
+        return super::check::show(&args.checkpoint, args.tensors, args.format);
+    }
     let path = find(&args.checkpoint)?;
     let opened = Checkpoint::open(&path).and_then(|c| match args.verify {
         true => c.verify().map(|()| c),

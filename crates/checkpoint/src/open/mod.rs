@@ -1,0 +1,109 @@
+//! From a folder to a [`Catalog`]: the format is told by what lies there.
+//!
+//! ```text
+//! manifest.json with our schema      crossmesh
+//! metadata.json beside .metadata     torch_dist
+//! .metadata                          dcp
+//! *.safetensors                      dcp-hf where they say which box they hold, hf otherwise
+//! ```
+
+mod dcp;
+mod hf;
+mod ours;
+
+use std::path::{Path, PathBuf};
+
+use crate::catalog::{Catalog, Format};
+use crate::error::CheckpointError;
+
+pub(crate) use dcp::METADATA;
+pub(crate) use hf::{INDEX, SHAPES_KEY, SHARDING_KEY};
+
+/// Larger files beside tensors are not carried along, and no document is read that is larger.
+const MAX_EXTRA_BYTES: u64 = 256 << 20;
+/// Ours.
+const MANIFEST: &str = "manifest.json";
+
+/// Opens a checkpoint: a folder, a safetensors file, or a folder of Megatron's iterations. Reads headers only.
+pub fn open(path: &Path) -> Result<Catalog, CheckpointError> {
+    let meta = std::fs::metadata(path).map_err(CheckpointError::io("open", path))?;
+    if meta.is_file() {
+        return hf::open_file(path);
+    }
+    let folder = newest_iteration(path).unwrap_or_else(|| path.to_path_buf());
+    let names = list(&folder)?;
+    let has = |name: &str| names.iter().any(|n| n == name);
+    let mut catalog = if has(MANIFEST) {
+        ours::open(&folder)?
+    } else if has(METADATA) {
+        let format = if has("metadata.json") { Format::TorchDist } else { Format::Dcp };
+        dcp::open(&folder, format)?
+    } else if has(INDEX) || names.iter().any(|n| n.ends_with(".safetensors")) {
+        hf::open(&folder, &names)?
+    } else if has("common.pt") || has("metadata.json") || names.iter().any(|n| n.ends_with(".distcp")) {
+        return Err(CheckpointError::damaged(
+            &folder.join(METADATA),
+            "it is not there, and without it nobody knows which tensor lies where\nhint: the save did not finish, or a copy left out files that begin with a dot",
+        ));
+    } else {
+        let hint = "a folder with *.safetensors, with .metadata, or with our manifest.json".into();
+        return Err(CheckpointError::Unknown { path: folder, hint });
+    };
+    carry_along(&mut catalog, &names)?;
+    Ok(catalog)
+}
+
+/// Names of the files in a folder, sorted.
+fn list(folder: &Path) -> Result<Vec<String>, CheckpointError> {
+    let entries = std::fs::read_dir(folder).map_err(CheckpointError::io("list", folder))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(CheckpointError::io("list", folder))?;
+        names.extend(entry.file_name().into_string());
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Megatron keeps iterations in folders, and the number of the last one in a file.
+fn newest_iteration(path: &Path) -> Option<PathBuf> {
+    let text = std::fs::read_to_string(path.join("latest_checkpointed_iteration.txt")).ok()?;
+    let name = match text.trim() {
+        "release" => "release".to_string(),
+        number => format!("iter_{:07}", number.parse::<u64>().ok()?),
+    };
+    Some(path.join(name)).filter(|p| p.is_dir())
+}
+
+/// Files that say what the tensors are for.
+fn carry_along(catalog: &mut Catalog, names: &[String]) -> Result<(), CheckpointError> {
+    let of_format = |name: &str| {
+        [METADATA, INDEX, MANIFEST].contains(&name)
+            || [".safetensors", ".distcp", ".bin", ".pth"].iter().any(|end| name.ends_with(end))
+            || (catalog.format != Format::TorchDist && name == "metadata.json")
+    };
+    let is_extra = |name: &&String| {
+        let meta = std::fs::metadata(catalog.folder.join(name)).ok();
+        !of_format(name) && meta.is_some_and(|m| m.is_file() && m.len() <= MAX_EXTRA_BYTES)
+    };
+    catalog.extras = names.iter().filter(is_extra).cloned().collect();
+    let path = catalog.folder.join("config.json");
+    if catalog.extras.iter().any(|name| name == "config.json") {
+        catalog.config = Some(read_json(&path)?);
+    }
+    Ok(())
+}
+
+/// A document of moderate size.
+fn read_bytes(path: &Path, limit: u64) -> Result<Vec<u8>, CheckpointError> {
+    let bytes = std::fs::metadata(path).map_err(CheckpointError::io("read", path))?.len();
+    if bytes > limit {
+        return Err(CheckpointError::damaged(path, format!("it is {bytes} bytes long, more than {limit}")));
+    }
+    std::fs::read(path).map_err(CheckpointError::io("read", path))
+}
+
+fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, CheckpointError> {
+    let bytes = read_bytes(path, MAX_EXTRA_BYTES)?;
+    serde_json::from_slice(&bytes).map_err(|e| CheckpointError::damaged(path, format!("it is damaged: {e}")))
+}
