@@ -19,6 +19,10 @@ pub enum CudaError {
         "there is no GPU {asked}: the driver finds {found}\nhint: their numbers start at 0, and CUDA_VISIBLE_DEVICES hides some"
     )]
     NoSuchDevice { asked: usize, found: String },
+    #[error(
+        "{ranks} or more ranks want a GPU each, and the driver finds {count}\nhint: start fewer, or let them share with --share-gpus"
+    )]
+    Taken { ranks: usize, count: usize },
     #[error("{name} has compute capability {}.{}, and 8.0 is the least\nhint: bf16 and asynchronous copies came with it (A100)", capability.0, capability.1)]
     OldCard { name: String, capability: (i32, i32) },
     #[error(

@@ -46,6 +46,27 @@ impl Gpu {
         Err(CudaError::NotBuilt)
     }
 
+    /// The GPU of a rank that is the `index`-th of its machine: one each, or with leave to share them the next in turn.
+    pub fn choose(index: usize, share: bool) -> Result<Arc<Self>, CudaError> {
+        let count = Self::count()?;
+        match share {
+            true => Self::open(index % count),
+            false if index < count => Self::open(index),
+            false => Err(CudaError::Taken { ranks: index + 1, count }),
+        }
+    }
+
+    /// How many GPUs there are; at least one.
+    #[cfg(feature = "driver")]
+    pub fn count() -> Result<usize, CudaError> {
+        crate::cuda::count()
+    }
+
+    #[cfg(not(feature = "driver"))]
+    pub fn count() -> Result<usize, CudaError> {
+        Err(CudaError::NotBuilt)
+    }
+
     pub fn card(&self) -> &Card {
         self.driver.card()
     }

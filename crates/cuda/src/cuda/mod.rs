@@ -6,6 +6,9 @@
 
 pub mod find;
 pub mod image;
+pub mod lab;
+pub mod lt;
+pub mod ops;
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
@@ -78,23 +81,10 @@ macro_rules! call {
 impl Cuda {
     /// The card of that number, if everything that it needs is there.
     pub fn open(ordinal: usize) -> Result<Self, CudaError> {
-        find::driver()?;
-        let no_device = |code| CudaError::NoDevice { why: words(code) };
-        // SAFETY: may be called any number of times.
-        match unsafe { sys::cuInit(0) } {
-            CUresult::CUDA_SUCCESS => {}
-            code => return Err(no_device(code)),
-        }
-        let mut count = 0;
-        // SAFETY: writes a number.
-        match unsafe { sys::cuDeviceGetCount(&raw mut count) } {
-            CUresult::CUDA_SUCCESS if count > 0 => {}
-            CUresult::CUDA_SUCCESS => return Err(no_device(CUresult::CUDA_ERROR_NO_DEVICE)),
-            code => return Err(no_device(code)),
-        }
-        if ordinal >= count as usize {
+        let count = count()?;
+        if ordinal >= count {
             let name = |i| card(i).map_or_else(|e| e.to_string(), |(card, _)| card.name);
-            let found: Vec<String> = (0..count as usize).map(|i| format!("{i} ({})", name(i))).collect();
+            let found: Vec<String> = (0..count).map(|i| format!("{i} ({})", name(i))).collect();
             return Err(CudaError::NoSuchDevice { asked: ordinal, found: found.join(", ") });
         }
         let (card, device) = card(ordinal)?;
@@ -288,6 +278,24 @@ impl Cuda {
                 unsafe { self.launch(("boxes", &name), (blocks, 1), (256, 0), stream, &mut arguments) }
             }
         }
+    }
+}
+
+/// How many cards there are, if everything that they need is there; at least one.
+pub fn count() -> Result<usize, CudaError> {
+    find::driver()?;
+    let no_device = |code| CudaError::NoDevice { why: words(code) };
+    // SAFETY: may be called any number of times.
+    match unsafe { sys::cuInit(0) } {
+        CUresult::CUDA_SUCCESS => {}
+        code => return Err(no_device(code)),
+    }
+    let mut count = 0;
+    // SAFETY: writes a number.
+    match unsafe { sys::cuDeviceGetCount(&raw mut count) } {
+        CUresult::CUDA_SUCCESS if count > 0 => Ok(count as usize),
+        CUresult::CUDA_SUCCESS => Err(no_device(CUresult::CUDA_ERROR_NO_DEVICE)),
+        code => Err(no_device(code)),
     }
 }
 
