@@ -19,6 +19,7 @@ pub mod cuda;
 pub mod driver;
 mod error;
 pub mod gpu;
+pub mod kernels;
 pub mod standin;
 
 pub use boxes::{BoxCopy, Combine, Side};

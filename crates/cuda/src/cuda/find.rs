@@ -74,6 +74,10 @@ pub fn driver() -> Result<(), CudaError> {
 pub fn nvrtc() -> Result<(i32, i32), CudaError> {
     const HINT: &str = "it comes with the toolkit (CUDA_HOME), or with the wheel nvidia-cuda-nvrtc";
     let none = |looked| CudaError::NoLibrary { library: "NVRTC", looked, hint: HINT };
+    // It looks for this one by name alone, and finds what is loaded already.
+    let builtins =
+        (0..8).map(|minor| format!("libnvrtc-builtins.so.{}.{minor}", NEEDED_CUDA.0)).collect::<Vec<_>>();
+    let _by_the_loader = load(&builtins.iter().map(String::as_str).collect::<Vec<_>>());
     load(&["libnvrtc.so.13", "libnvrtc.so"]).map_err(none)?;
     // SAFETY: asks whether it can be loaded, then for its version.
     unsafe {

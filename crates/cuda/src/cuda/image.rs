@@ -13,38 +13,7 @@ use cudarc::nvrtc::sys;
 
 use super::find;
 use crate::CudaError;
-
-/// What every file begins with.
-const COMMON: &str = include_str!("../../kernels/common.cuh");
-
-/// The files, by name.
-pub const MODULES: [(&str, &str); 7] = [
-    ("boxes", include_str!("../../kernels/boxes.cu")),
-    ("columns", include_str!("../../kernels/columns.cu")),
-    ("embedding", include_str!("../../kernels/embedding.cu")),
-    ("loss", include_str!("../../kernels/loss.cu")),
-    ("norm", include_str!("../../kernels/norm.cu")),
-    ("pointwise", include_str!("../../kernels/pointwise.cu")),
-    ("update", include_str!("../../kernels/update.cu")),
-];
-
-/// What a card runs: its own, or what an older card of its generation does.
-pub fn arch(capability: (i32, i32)) -> String {
-    match capability {
-        (8, _) => "sm_80".into(),
-        (9, 0) => "sm_90a".into(),
-        (major, minor) => format!("sm_{major}{minor}"),
-    }
-}
-
-/// The name of a module's image: with the hash of its source, so that no image of another source is taken for it.
-pub fn file_name(module: &str, source: &str, arch: &str) -> String {
-    let mut hash = blake3::Hasher::new();
-    for part in [COMMON, source, arch] {
-        hash.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
-    }
-    format!("{module}.{arch}.{}.cubin", &hash.finalize().to_hex()[..16])
-}
+use crate::kernels::{MODULES, file_name, source};
 
 /// An image, and where it is kept.
 pub struct Image {
@@ -54,9 +23,9 @@ pub struct Image {
 
 /// The image of a module for a card.
 pub fn image(module: &str, arch: &str) -> Result<Image, CudaError> {
-    let (_, source) =
+    let (_, text) =
         MODULES.iter().find(|(name, _)| *name == module).expect("modules are named in this crate");
-    let name = file_name(module, source, arch);
+    let name = file_name(module, text, arch);
     let given = std::env::var_os("CROSSMESH_CUBINS").map(PathBuf::from);
     let kept = cache();
     for folder in [&given, &kept].into_iter().flatten() {
@@ -69,7 +38,7 @@ pub fn image(module: &str, arch: &str) -> Result<Image, CudaError> {
         arch: arch.into(),
         why: error.to_string().replace('\n', "; "),
     })?;
-    let bytes = compile(module, source, arch)?;
+    let bytes = compile(module, text, arch)?;
     let path = kept.map_or_else(PathBuf::new, |folder| folder.join(&name));
     // A cache that cannot be written costs time, nothing else.
     let _kept = keep(&path, &bytes);
@@ -94,9 +63,9 @@ fn keep(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 
 /// By NVRTC.
 #[expect(unsafe_code, reason = "calls of NVRTC")]
-fn compile(module: &str, source: &str, arch: &str) -> Result<Vec<u8>, CudaError> {
+fn compile(module: &str, text: &str, arch: &str) -> Result<Vec<u8>, CudaError> {
     let failed = |log: String| CudaError::Compile { module: module.into(), arch: arch.into(), log };
-    let text = CString::new(format!("{COMMON}\n#line 1 \"{module}.cu\"\n{source}")).expect("source is text");
+    let text = CString::new(source(module, text)).expect("source is text");
     let file = CString::new(format!("{module}.cu")).expect("a name");
     let options =
         [format!("--gpu-architecture={arch}"), "--std=c++17".into()].map(|o| CString::new(o).expect("text"));
@@ -133,28 +102,18 @@ fn compile(module: &str, source: &str, arch: &str) -> Result<Vec<u8>, CudaError>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::ARCHS;
 
+    /// NVRTC knows other headers than the compiler that makes images ahead of time, and has to do with less.
     #[test]
-    fn an_image_is_named_by_all_that_it_is_made_from() {
-        let name = |source, arch| file_name("norm", source, arch);
-        assert_eq!(name("a", "sm_80"), name("a", "sm_80"));
-        assert_ne!(name("a", "sm_80"), name("b", "sm_80"));
-        assert_ne!(name("a", "sm_80").split('.').nth(2), name("a", "sm_90a").split('.').nth(2));
-        assert_eq!(
-            (arch((8, 9)).as_str(), arch((9, 0)).as_str(), arch((10, 3)).as_str()),
-            ("sm_80", "sm_90a", "sm_103")
-        );
-    }
-
-    /// Every file of the folder is a module.
-    #[test]
-    fn no_kernel_is_forgotten() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
-        let mut files: Vec<String> = std::fs::read_dir(folder)
-            .unwrap()
-            .filter_map(|file| Some(file.unwrap().file_name().to_str()?.strip_suffix(".cu")?.to_string()))
-            .collect();
-        files.sort();
-        assert_eq!(files, MODULES.map(|(name, _)| name));
+    #[ignore = "needs NVRTC; `cargo xtask cuda` provides it"]
+    fn every_module_compiles_by_nvrtc() {
+        find::nvrtc().unwrap();
+        for (module, text) in MODULES {
+            for arch in ARCHS {
+                let image = compile(module, text, arch).unwrap_or_else(|error| panic!("{error}"));
+                assert_eq!(image[..4], *b"\x7fELF", "{module} for {arch}");
+            }
+        }
     }
 }

@@ -202,7 +202,7 @@ impl Cuda {
     }
 
     fn load(&self, module: &str) -> Result<sys::CUmodule, CudaError> {
-        let image = image::image(module, &image::arch(self.card.capability))?;
+        let image = image::image(module, &crate::kernels::arch(self.card.capability))?;
         let mut loaded = std::ptr::null_mut();
         call!(self, cuModuleLoadData(&raw mut loaded, image.bytes.as_ptr().cast())).map_err(|error| {
             CudaError::WrongImage {

@@ -58,7 +58,7 @@ pub fn run(ordinal: usize, options: &Options, mut say: impl FnMut(&str)) -> Resu
         let mut checked = boxes::all(&mut lab, options.checks * 60)?;
         checked.extend(check::all(&mut lab, options.checks)?);
         if let Ok(products) = &products {
-            checked.extend(products::all(&mut lab, products)?);
+            checked.extend(products::all(&mut lab, products));
         }
         for one in &checked {
             say(&one.to_string());
@@ -66,15 +66,14 @@ pub fn run(ordinal: usize, options: &Options, mut say: impl FnMut(&str)) -> Resu
         found.checks = checked.len();
         found.wrong = checked.iter().filter(|c| !c.is_right()).map(Checked::to_string).collect();
     }
-    match (&products, options.times) {
-        (_, false) => {}
-        (products, true) => {
-            found.timed = bench::kernels(&lab)?;
-            if let Ok(products) = products {
-                found.timed.extend(bench::products(&lab, products)?);
-            }
-            found.timed.iter().for_each(|timed| say(&timed.to_string()));
-        }
+    if options.times {
+        found.timed = bench::kernels(&lab)?;
+        found.timed.iter().for_each(|timed| say(&timed.to_string()));
+    }
+    if let (true, Ok(products)) = (options.times, &products) {
+        let timed = bench::products(&lab, products)?;
+        timed.iter().for_each(|timed| say(&timed.to_string()));
+        found.timed.extend(timed);
     }
     if let Err(error) = products {
         say(&format!("no products: {error}"));
