@@ -30,12 +30,13 @@ use crossmesh_comm::rendezvous::beside::{Beside, Host};
 use crossmesh_comm::rendezvous::{Abort, Fault, Meeting, OverSockets, RendezvousError};
 use crossmesh_core::id::Rank;
 
+use crate::memory::GpuChoice;
 use crate::output::{self, Progress, Told};
 #[cfg(feature = "mpi")]
 use crate::part::unplaced_patience;
 use crate::part::{BARRIER, Ending, Part, Summary, comm_error, fault, log, patience};
 use crate::records::measured_trace;
-use crate::runner::{Measured, RunOptions, Started, Work, combine};
+use crate::runner::{Measured, RunOptions, Started, Work, check_memory, combine};
 
 /// The job, with everybody in it. A process joins one in its life.
 struct Joined {
@@ -65,6 +66,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
         *job = Some(join(&variables, work, options)?);
     }
     let job = job.as_mut().expect("just joined");
+    check_memory(work, options)?;
     check_world(work, job.world, job.launcher, options.spare_ranks)?;
     take_part(job, work, options, progress).map(Some)
 }
@@ -85,6 +87,14 @@ pub fn leave(well: bool) {
     if let Some(job) = job.filter(|_| well) {
         job.meeting.leave();
     }
+}
+
+/// The ranks of a host that have GPUs take them in their order.
+fn gpu_of(rank: Rank, hosts: &[String], options: &RunOptions) -> GpuChoice {
+    let beside = |other: &u32| {
+        hosts.get(*other as usize) == hosts.get(rank.index()) && options.memory.is_on_gpu(Rank(*other))
+    };
+    GpuChoice { index: (0..rank.0).filter(beside).count(), share: options.share_gpus }
 }
 
 /// The ranks of a plan are those of the job.
@@ -197,7 +207,8 @@ fn take_part(
     let flight = options.flight.as_ref().map(|path| path.with_extension(format!("{rank}.json")));
     let deadline_ms = options.deadline_ms(work.predicted_s);
     let (repeat, trace, interrupt) = (options.repeat, options.trace, job.ending.interrupt.clone());
-    let part = Part { task: work.task, rank, repeat, deadline_ms, flight, trace, interrupt };
+    let gpu = options.memory.is_on_gpu(rank).then(|| gpu_of(rank, job.meeting.hosts(), options));
+    let part = Part { task: work.task, rank, repeat, deadline_ms, flight, trace, interrupt, gpu };
     let meeting = &mut *job.meeting;
     if let Err(abort) = check_same_work(meeting, rank, work) {
         job.ending.say_once(&abort);

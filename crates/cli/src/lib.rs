@@ -23,6 +23,7 @@ pub mod input;
 mod joined;
 mod known;
 mod links;
+mod memory;
 mod output;
 mod part;
 mod pipeline;

@@ -11,6 +11,7 @@ use crossmesh_comm::clock::Moment;
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{EngineOptions, Interrupt};
 use crossmesh_comm::environment::{Place, Variables};
+use crossmesh_comm::error::CommError;
 use crossmesh_comm::flight::FlightRecord;
 use crossmesh_comm::job;
 use crossmesh_comm::job::unconnected;
@@ -22,6 +23,7 @@ use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
 
 use crate::files;
+use crate::memory::GpuChoice;
 use crate::output;
 use crate::task::Task;
 
@@ -83,6 +85,8 @@ pub struct Part<'a> {
     /// Whether to tell when every op ran.
     pub trace: bool,
     pub interrupt: Interrupt,
+    /// The GPU whose memory its tensors are in; else it is the host's.
+    pub gpu: Option<GpuChoice>,
 }
 
 impl Part<'_> {
@@ -104,8 +108,13 @@ impl Part<'_> {
         let engine =
             EngineOptions { deadline_ms: self.deadline_ms, hosts, interrupt, ..EngineOptions::default() };
         let sharing = meeting.sharing();
+        let gpu = self.gpu.map(GpuChoice::open).transpose().map_err(|error| {
+            let cause = error.to_string();
+            meeting.fail(fault(&CommError::System { me: self.rank, what: "open its GPU", cause }))
+        })?;
+        let measure_memory = gpu.is_none();
         let options =
-            ExecuteOptions { engine, sharing, repeat: self.repeat, check: true, measure_memory: true };
+            ExecuteOptions { engine, sharing, gpu, repeat: self.repeat, check: true, measure_memory };
         let mut started = vec![];
         let mut barrier = |gate: Gate| {
             meeting.barrier(self.barrier()).map_err(|e| comm_error(self.rank, e))?;

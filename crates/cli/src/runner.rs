@@ -23,6 +23,7 @@ use crate::commands::launch::free_port;
 use crate::commands::rank::Said;
 use crate::files;
 use crate::joined;
+use crate::memory::Memory;
 use crate::output::{self, Progress};
 use crate::part::Summary;
 use crate::predict::Prediction;
@@ -58,6 +59,9 @@ pub struct RunOptions {
     /// A job may have more ranks than the plan.
     pub spare_ranks: bool,
     pub protect: Protect,
+    /// Where ranks have their tensors, and whether they may share GPUs.
+    pub memory: Memory,
+    pub share_gpus: bool,
 }
 
 impl RunOptions {
@@ -221,6 +225,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     if let Some(measured) = joined::run_work(work, options, progress)? {
         return Ok(measured);
     }
+    check_memory(work, options)?;
     let signals = Signals::watch()?;
     let ranks = work.task.ranks();
     if ranks.len() > MAX_PROCESSES {
@@ -266,6 +271,17 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
         }
     }
     Err(RunFailed { outcome, said, aborts, _site: site }.into())
+}
+
+/// Only what moves tensors can have them anywhere.
+pub fn check_memory(work: &Work<'_>, options: &RunOptions) -> Result<()> {
+    match work.task {
+        Task::Plan { .. } | Task::Program { .. } => Ok(()),
+        _ if options.memory == Memory::Host => Ok(()),
+        _ => {
+            bail!("--memory {}: only plans and programs run there yet\nhint: `crossmesh run`", options.memory)
+        }
+    }
 }
 
 /// The hosts of a run.
@@ -332,6 +348,15 @@ fn process(
     flag("--repeat", options.repeat.to_string());
     flag("--deadline-ms", options.deadline_ms(work.predicted_s).to_string());
     flag("--arrive-ms", options.arrive.as_millis().to_string());
+    if options.memory.is_on_gpu(rank) {
+        // All processes are on this machine, whatever hosts they play.
+        let before = |other: &Rank| *other < rank && options.memory.is_on_gpu(*other);
+        let index = work.task.ranks().iter().filter(|other| before(other)).count();
+        flag("--gpu", index.to_string());
+        if options.share_gpus {
+            flag("--share-gpus", "true".into());
+        }
+    }
     if options.records() {
         flag("--records", folder.display().to_string());
     }

@@ -16,6 +16,7 @@ use crossmesh_core::program::{Holds, Op, OpKind, Role, Tile, TileId};
 use crossmesh_core::region::Region;
 use crossmesh_core::units::Bytes;
 use crossmesh_core::verify::VerifiedRank;
+use crossmesh_cuda::Gpu;
 
 use crate::arrays::{ArrayError, Slot, Strided, share_bytes};
 use crate::collectives::Element;
@@ -86,17 +87,28 @@ pub struct OpPlaces {
 impl RankBuffers {
     /// All buffers, one behind the other.
     pub fn allocate(program: VerifiedRank, sharing: Sharing) -> io::Result<Self> {
+        Self::allocate_by(program, |bytes| match sharing {
+            Sharing::Private => Memory::private(bytes),
+            Sharing::Host => Memory::shared(bytes).map_err(|cause| cannot_share(bytes, &cause)),
+        })
+    }
+
+    /// The same in memory of a GPU.
+    pub fn allocate_on(program: VerifiedRank, gpu: &Arc<Gpu>, sharing: Sharing) -> io::Result<Self> {
+        Self::allocate_by(program, |bytes| Memory::on_device(gpu, bytes, sharing == Sharing::Host))
+    }
+
+    fn allocate_by(
+        program: VerifiedRank,
+        memory: impl FnOnce(u64) -> io::Result<Memory>,
+    ) -> io::Result<Self> {
         let mut next = 0;
         let mut starts = vec![];
         for buffer in &program.buffers {
             starts.push(next);
             next = (next + buffer.bytes).next_multiple_of(ALIGN);
         }
-        let memory = match sharing {
-            Sharing::Private => Memory::private(next)?,
-            Sharing::Host => Memory::shared(next).map_err(|cause| cannot_share(next, &cause))?,
-        };
-        let memory = Arc::new(memory);
+        let memory = Arc::new(memory(next)?);
         let bases = starts.into_iter().map(|at| Base { memory: memory.clone(), at }).collect();
         Ok(Self { program, bases, slots: vec![] })
     }

@@ -12,7 +12,8 @@ use half::{bf16, f16};
 /// How what arrives is combined with what is there.
 #[derive(Debug, Clone, Copy)]
 pub struct Combine {
-    element_bytes: usize,
+    dtype: DType,
+    op: ReduceOp,
     run: fn(&mut [u8], &[u8]),
 }
 
@@ -31,17 +32,32 @@ impl Combine {
             DType::F8E4M3 => float8e4m3(op),
             DType::F8E5M2 => float8e5m2(op),
         };
-        Self { element_bytes: dtype.bytes() as usize, run }
+        Self { dtype, op, run }
     }
 
     pub fn element_bytes(&self) -> usize {
-        self.element_bytes
+        self.dtype.bytes() as usize
+    }
+
+    /// The same for a GPU, whose kernels are named by dtype and op.
+    pub(crate) fn on_device(&self) -> crossmesh_cuda::Combine {
+        let op = match self.op {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Max => "max",
+            ReduceOp::Min => "min",
+        };
+        crossmesh_cuda::Combine {
+            dtype: self.dtype.name(),
+            op,
+            element_bytes: self.dtype.bytes(),
+            host: self.run,
+        }
     }
 
     /// Combines whole elements.
     pub fn apply(&self, into: &mut [u8], bytes: &[u8]) {
         assert_eq!(into.len(), bytes.len());
-        debug_assert_eq!(bytes.len() % self.element_bytes, 0);
+        debug_assert_eq!(bytes.len() % self.element_bytes(), 0);
         (self.run)(into, bytes);
     }
 }

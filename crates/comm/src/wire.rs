@@ -38,12 +38,14 @@ pub enum Kind {
     Abort = 7,
     /// The sender is done with this connection; its end is no accident.
     Bye = 8,
-    /// Shared memory: the file descriptor that comes along is segment `tag`.
+    /// Shared memory: the file descriptor that comes along is segment `tag`; with a payload, memory of a GPU: its length.
     Segment = 9,
+    /// The sender can map memory of the GPU whose number the payload is.
+    Maps = 10,
 }
 
 impl Kind {
-    pub const ALL: [Kind; 9] = [
+    pub const ALL: [Kind; 10] = [
         Kind::Hello,
         Kind::Data,
         Kind::Ready,
@@ -53,6 +55,7 @@ impl Kind {
         Kind::Abort,
         Kind::Bye,
         Kind::Segment,
+        Kind::Maps,
     ];
 }
 
@@ -166,7 +169,9 @@ impl Header {
             Kind::Ready => (4 * MAX_TAGS_PER_FRAME, true, false, false),
             Kind::Offer => (MAX_OFFER_BYTES, true, true, true),
             Kind::Taken => (0, true, true, true),
-            Kind::Beat | Kind::Segment => (0, false, true, false),
+            Kind::Beat => (0, false, true, false),
+            Kind::Segment => (8, false, true, false),
+            Kind::Maps => (16, false, false, false),
             Kind::Abort => (MAX_REASON_BYTES, false, true, false),
             Kind::Bye => (0, false, false, false),
         };
@@ -229,7 +234,7 @@ mod tests {
         let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(hex[..64], expected);
         assert_eq!(bytes[32..36], crc32c::crc32c(&bytes[..32]).to_le_bytes());
-        assert_eq!(Kind::ALL.map(|k| k as u8), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert_eq!(Kind::ALL.map(|k| k as u8), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
     }
 
     #[test]

@@ -19,6 +19,7 @@ use crate::suite::{Case, Fit, Reference, Suite};
 
 mod calibrate;
 pub mod collective;
+mod kernels;
 mod measured;
 pub mod pipeline;
 mod train;
@@ -42,6 +43,7 @@ enum What {
     Collective(collective::CollectiveArgs),
     Pipeline(pipeline::PipelineArgs),
     Train(train::TrainArgs),
+    Kernels(kernels::KernelsArgs),
     Calibrate(calibrate::CalibrateArgs),
 }
 
@@ -153,6 +155,7 @@ pub fn run(args: &Args) -> Result<Answer> {
         What::Collective(args) => return collective::run(args),
         What::Pipeline(args) => return pipeline::run(args),
         What::Train(args) => return train::run(args),
+        What::Kernels(args) => return kernels::run(args),
         What::Calibrate(args) => return calibrate::run(args),
     };
     let suite = Suite::open(&args.suite)?;

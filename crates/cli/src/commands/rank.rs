@@ -24,6 +24,7 @@ use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
 
 use crate::Answer;
+use crate::memory::GpuChoice;
 use crate::output;
 use crate::part::{Ending, Part, Summary, log, patience, write_record};
 use crate::task::Task;
@@ -55,6 +56,12 @@ pub struct Args {
     /// Where to write down when every op ran or, after a failure, how far it was
     #[arg(long, value_name = "FOLDER")]
     records: Option<PathBuf>,
+    /// Tensors lie on the GPU of this number, or of those that are shared the next in turn
+    #[arg(long, value_name = "N")]
+    gpu: Option<usize>,
+    /// Ranks may share GPUs
+    #[arg(long, value_name = "YES", default_value_t = false, action = clap::ArgAction::Set)]
+    share_gpus: bool,
 }
 
 /// A line to the process that started us.
@@ -101,6 +108,7 @@ pub fn run(args: &Args) -> Result<Answer> {
         flight: args.records.as_ref().map(|folder| flight_file(folder, rank)),
         trace: args.records.is_some(),
         interrupt: ending.interrupt.clone(),
+        gpu: args.gpu.map(|index| GpuChoice { index, share: args.share_gpus }),
     };
     let on_round = |round| {
         if first {

@@ -20,6 +20,7 @@ use serde::Serialize;
 use crate::Answer;
 use crate::chrome;
 use crate::input::{HostArgs, PlanArgs, PlanFile, ProblemArgs, is_program, read_plan, read_text};
+use crate::memory::Memory;
 use crate::output::{self, Format, Progress, count};
 use crate::predict::{Prediction, Violation, proven};
 use crate::runner::{Measured, RunOptions, Started, Work, run_plan, run_work};
@@ -87,6 +88,12 @@ pub struct RunArgs {
     /// same on all ranks [default: what CROSSMESH_PROTECT says, or none]
     #[arg(long, value_name = "WAY")]
     pub protect: Option<Protect>,
+    /// Where tensors lie: `host`, `cuda`, or `cuda:0,2-3` for those ranks; a GPU each [default: host]
+    #[arg(long, value_name = "WHERE")]
+    pub memory: Option<Memory>,
+    /// Ranks may share GPUs
+    #[arg(long)]
+    pub share_gpus: bool,
 }
 
 /// What a flag or the environment asks for.
@@ -113,6 +120,8 @@ impl RunArgs {
             standalone: self.standalone,
             protect: protection(self.protect)?,
             spare_ranks: false,
+            memory: self.memory.clone().unwrap_or_default(),
+            share_gpus: self.share_gpus,
         })
     }
 

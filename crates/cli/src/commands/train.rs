@@ -18,6 +18,7 @@ use crate::commands::run::{CLUSTER_RATES, protection};
 use crate::files;
 use crate::input::read_text;
 use crate::joined;
+use crate::memory::Memory;
 use crate::output::{self, Format, Progress};
 use crate::report;
 use crate::runner::{Measured, RunFailed, RunOptions, Work, run_work};
@@ -156,6 +157,8 @@ impl Args {
             standalone: self.standalone,
             protect: protection(self.protect)?,
             spare_ranks: false,
+            memory: Memory::Host,
+            share_gpus: false,
         })
     }
 }

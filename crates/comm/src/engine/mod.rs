@@ -47,6 +47,7 @@ use crate::device::Device;
 use crate::error::CommError;
 use crate::flight::FlightRecord;
 use crate::memory::lease::{Borrower, Lease};
+use crate::memory::moving::Moving;
 use crate::transport::{Event, Link};
 use crate::wake::{Sleeper, Waker};
 use crate::wire::{Kind, WireError};
@@ -129,6 +130,8 @@ pub struct Engine {
     copies: VecDeque<(u32, u32)>,
     /// How much of the first copy is done.
     copied: u64,
+    /// Copies that a device does, in order.
+    moving: VecDeque<(u32, u32, Moving)>,
     device: Option<Box<dyn Device>>,
     /// Passes that can be computed; the first one is under way if `computing`.
     passes: VecDeque<(u32, u32)>,
@@ -168,7 +171,8 @@ impl Engine {
         let busy = ranks_here * options.threads;
         let spin = spin::Spin::new(busy, std::thread::available_parallelism().map_or(1, |n| n.get()));
         let mut peers = vec![];
-        for (i, (rank, link)) in links.into_iter().enumerate() {
+        for (i, (rank, mut link)) in links.into_iter().enumerate() {
+            link.set_waker(&sleeper.waker());
             let data = epoll::EventData::new_u64(i as u64);
             if let Some(fd) = link.fd() {
                 epoll::add(&poller, fd, data, epoll::EventFlags::IN).map_err(system("watch a link"))?;
@@ -197,6 +201,7 @@ impl Engine {
             virtual_time: 0.0,
             copies: VecDeque::new(),
             copied: 0,
+            moving: VecDeque::new(),
             device: None,
             passes: VecDeque::new(),
             computing: false,

@@ -32,7 +32,7 @@ impl Engine {
 
     pub(super) fn try_step(&mut self, until: Until) -> Result<(), CommError> {
         self.compute()?;
-        self.copy_some();
+        self.copy_some()?;
         self.pump_sends()?;
         let can_compute = !self.computing && !self.passes.is_empty();
         let busy = !self.working.is_empty() || !self.copies.is_empty() || can_compute;
@@ -57,14 +57,20 @@ impl Engine {
                 return Err(CommError::System { me: self.me, what: "wait", cause: e.to_string() });
             }
         };
-        if woken.contains(&WAKER) {
+        let counted = woken.contains(&WAKER);
+        if counted {
             self.sleeper.woke();
         }
         // The device's descriptor says what the next step looks at anyway.
         let links = woken.into_iter().filter(|who| *who < WAKER).map(|peer| peer as usize);
         let working = std::mem::take(&mut self.working);
         working.iter().for_each(|peer| self.peers[*peer].works = false);
-        let mut turn: Vec<usize> = links.chain(working).chain(self.asked.iter().copied()).collect();
+        // A device is done with something of a link's.
+        let landed = |peer: &usize| self.peers[*peer].link.awaits_device();
+        let landed: Vec<usize> =
+            if counted { (0..self.peers.len()).filter(landed).collect() } else { vec![] };
+        let mut turn: Vec<usize> =
+            links.chain(landed).chain(working).chain(self.asked.iter().copied()).collect();
         turn.sort_unstable();
         turn.dedup();
         for peer in turn {

@@ -1,8 +1,11 @@
 //! One rank's whole job in `crossmesh run`: fill the source, run the plan, look at every element of the destination.
 
+use std::sync::Arc;
+
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::{OpKind, Program};
 use crossmesh_core::verify::VerifiedRank;
+use crossmesh_cuda::Gpu;
 use serde::{Deserialize, Serialize};
 
 use crate::buffer::{RankBuffers, Sharing};
@@ -31,6 +34,8 @@ pub type Barrier<'a> = dyn FnMut(Gate) -> Result<(), CommError> + Send + 'a;
 pub struct ExecuteOptions {
     pub engine: EngineOptions,
     pub sharing: Sharing,
+    /// Where shards and staging lie, if not in memory of the host.
+    pub gpu: Option<Arc<Gpu>>,
     pub repeat: u32,
     /// Whether to look at the destination after every repetition.
     pub check: bool,
@@ -43,6 +48,7 @@ impl Default for ExecuteOptions {
         Self {
             engine: EngineOptions::default(),
             sharing: Sharing::Host,
+            gpu: None,
             repeat: 1,
             check: true,
             measure_memory: false,
@@ -135,7 +141,10 @@ pub fn execute(
 ) -> Result<RankReport, Failure> {
     let rank = program.id();
     let meter = options.measure_memory.then(Meter::start).flatten();
-    let allocated = RankBuffers::allocate(program, options.sharing);
+    let allocated = match &options.gpu {
+        None => RankBuffers::allocate(program, options.sharing),
+        Some(gpu) => RankBuffers::allocate_on(program, gpu, options.sharing),
+    };
     let buffers = allocated.map_err(|e| CommError::System {
         me: rank,
         what: "allocate its shards",

@@ -19,6 +19,7 @@ use crate::memory::Place;
 /// What destinations hold before a run, so that what never arrives is noticed.
 const POISON: u8 = 0xA5;
 const BLOCK_BYTES: usize = 64 << 10;
+const DEVICE_BLOCK_BYTES: usize = 8 << 20;
 /// Elements that are filled or looked at together: what is checked should not need memory of its own.
 const MAX_ROW: usize = 8 << 10;
 
@@ -58,12 +59,17 @@ impl<'a> Patterned<'a> {
     pub fn fill(self, region: &Region, part: u32, place: &Place) {
         let (values, element) = (self.values(), self.tensor.dtype.bytes());
         let mut memory = place.memory.own().expect(NO_PROGRAM);
-        let mut row = vec![];
+        // Rows follow each other in the box's stream: several go at once where each call costs.
+        let (block_bytes, total) = (block_bytes(place), place.bytes());
+        let mut rows = vec![];
         for_rows(region, &self.tensor.shape, |index, len, at| {
-            row.clear();
             (index..index + len)
-                .for_each(|i| row.extend_from_slice(&values.part(i, u64::from(part)).bytes()));
-            memory.unpack(&place.view, at * element, &row);
+                .for_each(|i| rows.extend_from_slice(&values.part(i, u64::from(part)).bytes()));
+            let end = (at + len) * element;
+            if rows.len() >= block_bytes || end == total {
+                memory.unpack(&place.view, end - rows.len() as u64, &rows);
+                rows.clear();
+            }
         });
     }
 
@@ -71,11 +77,17 @@ impl<'a> Patterned<'a> {
     pub fn check(self, region: &Region, place: &Place) -> Option<Wrong> {
         let (values, element) = (self.values(), self.tensor.dtype.bytes());
         let memory = place.memory.own().expect(NO_PROGRAM);
-        let (mut found, mut expected, mut wrong) = (vec![], vec![], None);
+        let (block_bytes, total) = (block_bytes(place) as u64, place.bytes());
+        let (mut block, mut ahead, mut expected, mut wrong) = (vec![], 0..0, vec![], None);
         for_rows(region, &self.tensor.shape, |index, len, at| {
-            found.clear();
+            let row = at * element..(at + len) * element;
+            if row.end > ahead.end {
+                ahead = row.start..(row.start + block_bytes).clamp(row.end, total);
+                block.clear();
+                memory.pack(&place.view, ahead.clone(), &mut block);
+            }
+            let found = &block[(row.start - ahead.start) as usize..(row.end - ahead.start) as usize];
             expected.clear();
-            memory.pack(&place.view, at * element..(at + len) * element, &mut found);
             (index..index + len).for_each(|i| expected.extend_from_slice(&values.whole(i).bytes()));
             if found != expected && wrong.is_none() {
                 let (f, e) = (found.chunks(element as usize), expected.chunks(element as usize));
@@ -91,13 +103,19 @@ impl<'a> Patterned<'a> {
     }
 }
 
+/// How much is filled or looked at in one call: a row, or on a device as many as make its calls worth while.
+fn block_bytes(place: &Place) -> usize {
+    if place.memory.gpu().is_some() { DEVICE_BLOCK_BYTES } else { 0 }
+}
+
 /// Overwrites a box, so that what never arrives is noticed.
 pub fn poison(place: &Place) {
-    let block = vec![POISON; BLOCK_BYTES];
+    let block_bytes = block_bytes(place).max(BLOCK_BYTES);
+    let block = vec![POISON; block_bytes];
     let mut memory = place.memory.own().expect(NO_PROGRAM);
     let mut at = 0;
     while at < place.bytes() {
-        let len = (place.bytes() - at).min(BLOCK_BYTES as u64);
+        let len = (place.bytes() - at).min(block_bytes as u64);
         memory.unpack(&place.view, at, &block[..len as usize]);
         at += len;
     }

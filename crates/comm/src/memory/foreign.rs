@@ -52,7 +52,7 @@ impl Memory {
     /// memory is made of any of them.
     pub unsafe fn foreign(owner: impl Any + Send, start: NonNull<u8>, len: usize) -> Self {
         let owner = Some(Owner(Box::new(owner)));
-        Self { start, len, segment: None, writable: true, owner, in_use: InUse::default() }
+        Self { start, len, segment: None, writable: true, owner, device: None, in_use: InUse::default() }
     }
 
     /// The vector that the memory was made of, if it was one of such elements and nobody else knows the memory any more.

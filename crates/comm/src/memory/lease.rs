@@ -68,6 +68,9 @@ impl Memory {
     }
 }
 
+/// What an owner of a device's memory cannot do without.
+const LOST: &str = "the device copies what its owner asks for";
+
 /// A memory that nobody else touches.
 #[derive(Debug)]
 pub struct Owned<'a>(&'a Memory);
@@ -92,7 +95,14 @@ impl Owned<'_> {
     }
 
     /// Puts bytes at `offset` of a view's stream.
+    ///
+    /// # Panics
+    /// If it is memory of a device that no longer works.
     pub fn unpack(&mut self, view: &View, offset: u64, mut bytes: &[u8]) {
+        if self.0.gpu().is_some() {
+            // SAFETY: nobody else has the memory.
+            return unsafe { self.0.unpack_to_device(view, offset, bytes, None) }.expect(LOST);
+        }
         for (at, len) in view.runs(offset..offset + bytes.len() as u64) {
             let (head, rest) = bytes.split_at(len as usize);
             self.elements_mut::<u8>(at, head.len()).copy_from_slice(head);
@@ -101,7 +111,14 @@ impl Owned<'_> {
     }
 
     /// Appends a part of a view's stream.
+    ///
+    /// # Panics
+    /// If it is memory of a device that no longer works.
     pub fn pack(&self, view: &View, part: std::ops::Range<u64>, out: &mut Vec<u8>) {
+        if self.0.gpu().is_some() {
+            // SAFETY: nobody else has the memory.
+            return unsafe { self.0.pack_from_device(view, part, out) }.expect(LOST);
+        }
         for (at, len) in view.runs(part) {
             out.extend_from_slice(self.elements(at, len as usize));
         }

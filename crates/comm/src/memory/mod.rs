@@ -1,5 +1,5 @@
-//! Memory that ranks move bytes out of and into: one mapping, private or shared with the processes of the host; or memory of
-//! the caller's ([`foreign`]), which is used where it lies.
+//! Memory that ranks move bytes out of and into: one mapping, private or shared with the processes of the host; memory of
+//! the caller's ([`foreign`]), which is used where it lies; or memory of a GPU, which the host cannot touch (`moving`).
 //!
 //! Most of the crate's `unsafe` is here. What makes it sound:
 //! - a mapping lives as long as its [`Memory`], and every access is checked against its length;
@@ -12,13 +12,16 @@
 
 pub mod foreign;
 pub(crate) mod lease;
+pub(crate) mod moving;
 pub mod place;
 
 use std::ffi::c_void;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
+use crossmesh_cuda::{DeviceMemory, Gpu};
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, memfd_create,
 };
@@ -45,6 +48,8 @@ pub struct Memory {
     writable: bool,
     /// Whoever has the bytes, where they are no mapping of ours. It goes when the memory does.
     owner: Option<Owner>,
+    /// Where it is memory of a device: `start` is its address there, and means nothing here.
+    device: Option<DeviceMemory>,
     in_use: InUse,
 }
 
@@ -74,8 +79,44 @@ impl Memory {
             segment: None,
             writable: true,
             owner: None,
+            device: None,
             in_use: InUse::default(),
         })
+    }
+
+    /// Memory of a GPU; `export` where processes of the host are to map it.
+    pub fn on_device(gpu: &Arc<Gpu>, len: u64, export: bool) -> io::Result<Self> {
+        Ok(Self::of_device(gpu.allocate(len.max(1), export).map_err(moving::failed)?, true))
+    }
+
+    /// A peer's memory on our GPU, to read from.
+    pub fn of_peer_on_device(gpu: &Arc<Gpu>, handle: OwnedFd, len: u64) -> io::Result<Self> {
+        Ok(Self::of_device(gpu.import(handle, len).map_err(moving::failed)?, false))
+    }
+
+    fn of_device(device: DeviceMemory, writable: bool) -> Self {
+        let start =
+            NonNull::new(device.address() as usize as *mut u8).expect("a device's memory has an address");
+        let len = usize::try_from(device.bytes()).expect("a device's memory is addressed with 64 bits");
+        Self {
+            start,
+            len,
+            segment: None,
+            writable,
+            owner: None,
+            device: Some(device),
+            in_use: InUse::default(),
+        }
+    }
+
+    /// The GPU that it is on.
+    pub fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.device.as_ref().map(DeviceMemory::gpu)
+    }
+
+    /// What a peer on the same GPU maps it by, where it is for that.
+    pub fn device_handle(&self) -> Option<BorrowedFd<'_>> {
+        self.device.as_ref().and_then(DeviceMemory::handle)
     }
 
     /// A segment without a name, which vanishes with the last process that has it. Its pages are there from the start:
@@ -93,6 +134,7 @@ impl Memory {
             segment: Some(segment),
             writable: true,
             owner: None,
+            device: None,
             in_use: InUse::default(),
         };
         memory.seal()?;
@@ -122,7 +164,15 @@ impl Memory {
         let len = mapped_len(len as u64)?;
         // The mapping stays when the descriptor goes: descriptors are few.
         let start = map(&segment, len, ProtFlags::READ)?;
-        Ok(Self { start, len, segment: None, writable: false, owner: None, in_use: InUse::default() })
+        Ok(Self {
+            start,
+            len,
+            segment: None,
+            writable: false,
+            owner: None,
+            device: None,
+            in_use: InUse::default(),
+        })
     }
 
     pub fn len(&self) -> u64 {
@@ -145,6 +195,7 @@ impl Memory {
     fn check(&self, (at, len): (u64, u64)) -> (usize, usize) {
         let end = at.checked_add(len).expect("runs end below 2^64");
         assert!(end <= self.len as u64, "bytes {at}..{end} of a memory of {} B", self.len);
+        assert!(self.device.is_none(), "memory of a device is not touched by the host");
         (at as usize, len as usize)
     }
 
@@ -227,7 +278,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.owner.is_some() {
+        if self.owner.is_some() || self.device.is_some() {
             return; // whoever has it frees it, now
         }
         // SAFETY: this is the mapping made in `private` or by `map`; no slice outlives the value it borrows from.

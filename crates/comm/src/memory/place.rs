@@ -1,6 +1,6 @@
 //! Boxes in memory, as streams of bytes: what is sent, received and copied.
 
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
 #[cfg(feature = "mpi")]
 use std::ptr::NonNull;
@@ -83,6 +83,9 @@ impl Lent {
     /// [`Lent::of`] asks for, and keeps the memory.
     #[cfg(feature = "mpi")]
     pub(crate) fn in_one_run(&self, part: Range<u64>) -> Option<NonNull<[u8]>> {
+        if self.gpu().is_some() {
+            return None;
+        }
         let bytes = part.end - part.start;
         let run = self.0.view.runs(part).next().filter(|run| run.1 == bytes)?;
         // SAFETY: see `Lent::of`; only its address is kept.
@@ -96,25 +99,45 @@ impl Lent {
         self.0.view.runs(part).fold(so_far, |crc, run| checksum::append(crc, bytes(run)))
     }
 
-    /// Appends a part of the stream.
-    pub(crate) fn pack(&self, part: Range<u64>, out: &mut Vec<u8>) {
+    /// Appends a part of the stream. From a device, this waits for it.
+    pub(crate) fn pack(&self, part: Range<u64>, out: &mut Vec<u8>) -> io::Result<()> {
+        if self.gpu().is_some() {
+            // SAFETY: see `Lent::of`.
+            return unsafe { self.0.memory.pack_from_device(&self.0.view, part, out) };
+        }
         for run in self.0.view.runs(part) {
             // SAFETY: see `Lent::of`.
             out.extend_from_slice(unsafe { self.0.memory.slice(run) });
         }
+        Ok(())
     }
 
-    /// Puts bytes at `offset` of the stream, or combines them with what is there.
-    pub(crate) fn unpack(&self, offset: u64, mut bytes: &[u8], combine: Option<Combine>) {
+    /// Reads a part of the stream, of memory of the host.
+    pub(crate) fn read(&self, part: Range<u64>, mut out: &mut [u8]) {
+        for run in self.0.view.runs(part) {
+            let (head, rest) = out.split_at_mut(run.1 as usize);
+            // SAFETY: see `Lent::of`.
+            head.copy_from_slice(unsafe { self.0.memory.slice(run) });
+            out = rest;
+        }
+    }
+
+    /// Puts bytes at `offset` of the stream, or combines them with what is there. Onto a device, this waits for it.
+    pub(crate) fn unpack(&self, offset: u64, mut bytes: &[u8], combine: Option<Combine>) -> io::Result<()> {
+        if self.gpu().is_some() {
+            // SAFETY: see `Lent::of`.
+            return unsafe { self.0.memory.unpack_to_device(&self.0.view, offset, bytes, combine) };
+        }
         for run in self.0.view.runs(offset..offset + bytes.len() as u64) {
             let (head, rest) = bytes.split_at(run.1 as usize);
             // SAFETY: see `Lent::of`.
             put(unsafe { self.0.memory.slice_mut(run) }, head, combine);
             bytes = rest;
         }
+        Ok(())
     }
 
-    /// Copies a part of another place's stream to the same part of this one's. The two do not overlap in memory.
+    /// Copies a part of another place's stream to the same part of this one's. The two do not overlap in memory, and both are the host's.
     pub(crate) fn copy_from(&self, from: &Lent, part: Range<u64>, combine: Option<Combine>) {
         let (mut source, mut target) = (from.0.view.runs(part.clone()), self.0.view.runs(part));
         let (mut have, mut want) = (source.next(), target.next());
@@ -156,14 +179,14 @@ mod tests {
         let memory = Arc::new(Memory::private(4096).unwrap());
         let (wide, narrow) = (Region::whole(&[4, 6]), Region::new(vec![Span::new(1, 3), Span::new(1, 5)]));
         let whole = place(&memory, 0, &wide, &wide);
-        whole.unpack(0, &(0..48).collect::<Vec<u8>>(), None);
+        whole.unpack(0, &(0..48).collect::<Vec<u8>>(), None).unwrap();
         let (from, into) = (place(&memory, 0, &wide, &narrow), place(&memory, 100, &narrow, &narrow));
         for part in [0..3, 3..3, 3..16] {
             into.copy_from(&from, part, None);
         }
         let (mut sent, mut got) = (vec![], vec![]);
-        from.pack(0..16, &mut sent);
-        into.pack(0..16, &mut got);
+        from.pack(0..16, &mut sent).unwrap();
+        into.pack(0..16, &mut got).unwrap();
         assert_eq!(sent, [14, 15, 16, 17, 18, 19, 20, 21, 26, 27, 28, 29, 30, 31, 32, 33]);
         assert_eq!(got, sent);
         assert_eq!(into.checksum(4..16, into.checksum(0..4, 0)), crc32c::crc32c(&sent));

@@ -5,6 +5,8 @@
 //! socket --readv--> | rest of the payload, in place | read-ahead: the next headers, small frames |
 //! ```
 //!
+//! What goes to a device is read into pinned memory, a frame at a time, and leaves it to whoever asked to take it on from there.
+//!
 //! Where long payloads come one behind the other, no more is read ahead than the next header and what comes with it: what lies in
 //! the buffer has to be copied once more.
 
@@ -13,6 +15,7 @@ use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+use crossmesh_cuda::Staging;
 use rustc_hash::FxHashMap;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
@@ -21,6 +24,7 @@ use super::outbox::MIN_DIRECT_RUN;
 use super::sealed::Records;
 use super::{Expected, LinkError, Message};
 use crate::checksum;
+use crate::memory::moving::failed;
 use crate::protect::Opener;
 use crate::wire::{HEADER_BYTES, Header, Kind, WireError};
 
@@ -46,8 +50,22 @@ pub type Arrivals = FxHashMap<Message, Arriving>;
 
 /// A frame, as it comes out.
 pub enum Received {
-    Arrived { message: Message, upto: u64 },
-    Control { header: Header, payload: Vec<u8> },
+    Arrived {
+        message: Message,
+        upto: u64,
+    },
+    /// In pinned memory, to be put at `offset` of a place on a device.
+    Staged {
+        message: Message,
+        expected: Expected,
+        staging: Staging,
+        offset: u64,
+        upto: u64,
+    },
+    Control {
+        header: Header,
+        payload: Vec<u8>,
+    },
 }
 
 struct Incoming {
@@ -56,9 +74,22 @@ struct Incoming {
     crc: u32,
     /// Where a control frame gathers.
     control: Vec<u8>,
+    /// Where a payload for a device gathers.
+    staging: Option<Staging>,
 }
 
 impl Incoming {
+    /// A frame whose header was checked.
+    fn new(header: Header, arrivals: &Arrivals) -> Result<Self, LinkError> {
+        let mut incoming = Self { header, got: 0, crc: 0, control: vec![], staging: None };
+        if header.kind == Kind::Data
+            && let Some(gpu) = arrivals[&incoming.message()].expected.place.gpu()
+        {
+            incoming.staging = Some(gpu.stage(header.len as usize).map_err(failed)?);
+        }
+        Ok(incoming)
+    }
+
     fn message(&self) -> Message {
         Message { job: self.header.job, tag: self.header.tag }
     }
@@ -167,11 +198,13 @@ impl Inbox {
         if header.len as usize != payload.len() {
             return Err(header.unexpected("its record has another length").into());
         }
-        let mut incoming = Incoming { header, got: header.len, crc: 0, control: vec![] };
-        match header.kind {
-            Kind::Data => {
+        let mut incoming = Incoming::new(header, arrivals)?;
+        incoming.got = header.len;
+        match (header.kind, &mut incoming.staging) {
+            (Kind::Data, Some(staging)) => staging.bytes_mut().copy_from_slice(payload),
+            (Kind::Data, None) => {
                 let expected = &arrivals[&incoming.message()].expected;
-                expected.place.unpack(header.offset, payload, expected.combine);
+                expected.place.unpack(header.offset, payload, expected.combine)?;
             }
             _ => incoming.control = payload.to_vec(),
         }
@@ -181,7 +214,8 @@ impl Inbox {
     /// The message whose payload can be read straight into place.
     fn direct(&self, arrivals: &Arrivals) -> Option<Message> {
         let incoming = self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data)?;
-        let in_place = can_be_read_into(&arrivals.get(&incoming.message())?.expected);
+        let in_place =
+            incoming.staging.is_some() || can_be_read_into(&arrivals.get(&incoming.message())?.expected);
         let least = if self.streams { TAIL_BYTES as u64 } else { MIN_DIRECT };
         (in_place && self.start == self.end && incoming.left() >= least).then(|| incoming.message())
     }
@@ -191,14 +225,25 @@ impl Inbox {
         let place = &arriving.expected.place;
         let at = incoming.header.offset + u64::from(incoming.got);
         let mut slices = Vec::with_capacity(16);
-        let asked = place.slices_mut(at..at + incoming.left(), MAX_SLICES - 1, &mut slices);
-        if asked == incoming.left() {
+        let left = incoming.left();
+        let asked = match &mut incoming.staging {
+            Some(staging) => {
+                slices.push(IoSliceMut::new(&mut staging.bytes_mut()[incoming.got as usize..]));
+                left
+            }
+            None => place.slices_mut(at..at + left, MAX_SLICES - 1, &mut slices),
+        };
+        if asked == left {
             slices.push(IoSliceMut::new(&mut self.ahead[..TAIL_BYTES]));
         }
         let bytes = receive(socket, &mut slices, &mut self.descriptors)?;
         drop(slices);
         let placed = (bytes as u64).min(asked);
-        incoming.crc = place.checksum(at..at + placed, incoming.crc);
+        let got = incoming.got as usize;
+        incoming.crc = match &incoming.staging {
+            Some(staging) => checksum::append(incoming.crc, &staging.bytes()[got..got + placed as usize]),
+            None => place.checksum(at..at + placed, incoming.crc),
+        };
         incoming.got += placed as u32;
         (self.start, self.end) = (0, bytes - placed as usize);
         Ok(bytes)
@@ -223,7 +268,7 @@ impl Inbox {
             if self.incoming.is_none() && !self.parse_header(arrivals)? {
                 return Ok(());
             }
-            self.parse_payload(arrivals);
+            self.parse_payload(arrivals)?;
             let Some(incoming) = self.incoming.take_if(|i| i.left() == 0) else { return Ok(()) };
             incoming.header.check_payload(incoming.crc)?;
             out.push(finish(incoming, arrivals));
@@ -239,9 +284,10 @@ impl Inbox {
         if header.kind == Kind::Data {
             let message = Message { job: header.job, tag: header.tag };
             let long = u64::from(header.len) >= MIN_DIRECT;
-            self.streams = long && arrivals.get(&message).is_some_and(|a| can_be_read_into(&a.expected));
+            let streams = |a: &Arriving| a.expected.place.gpu().is_some() || can_be_read_into(&a.expected);
+            self.streams = long && arrivals.get(&message).is_some_and(streams);
         }
-        self.incoming = Some(Incoming { header, got: 0, crc: 0, control: vec![] });
+        self.incoming = Some(Incoming::new(header, arrivals)?);
         Ok(true)
     }
 
@@ -259,23 +305,27 @@ impl Inbox {
     }
 
     /// Moves what the buffer has of the payload to where it belongs.
-    fn parse_payload(&mut self, arrivals: &Arrivals) {
+    fn parse_payload(&mut self, arrivals: &Arrivals) -> Result<(), LinkError> {
         let incoming = self.incoming.as_mut().expect("a header was parsed");
         let mut len = incoming.left().min((self.end - self.start) as u64) as usize;
-        if incoming.header.kind == Kind::Data {
+        if let Some(staging) = &mut incoming.staging {
+            let got = incoming.got as usize;
+            staging.bytes_mut()[got..got + len].copy_from_slice(&self.ahead[self.start..self.start + len]);
+        } else if incoming.header.kind == Kind::Data {
             let expected = &arrivals[&incoming.message()].expected;
             if let Some(combine) = expected.combine {
                 len -= len % combine.element_bytes();
             }
             let bytes = &self.ahead[self.start..self.start + len];
             let at = incoming.header.offset + u64::from(incoming.got);
-            expected.place.unpack(at, bytes, expected.combine);
+            expected.place.unpack(at, bytes, expected.combine)?;
         } else {
             incoming.control.extend_from_slice(&self.ahead[self.start..self.start + len]);
         }
         incoming.crc = checksum::append(incoming.crc, &self.ahead[self.start..self.start + len]);
         incoming.got += len as u32;
         self.start += len;
+        Ok(())
     }
 }
 
@@ -316,10 +366,17 @@ fn finish(incoming: Incoming, arrivals: &mut Arrivals) -> Received {
     arriving.arrived += u64::from(incoming.header.len);
     arriving.promised = arriving.arrived;
     let upto = arriving.arrived;
+    let received = match incoming.staging {
+        None => Received::Arrived { message, upto },
+        Some(staging) => {
+            let (expected, offset) = (arriving.expected.clone(), incoming.header.offset);
+            Received::Staged { message, expected, staging, offset, upto }
+        }
+    };
     if upto == arriving.expected.bytes {
         arrivals.remove(&message);
     }
-    Received::Arrived { message, upto }
+    received
 }
 
 fn receive(

@@ -80,14 +80,22 @@ pub struct MemLink {
     sent: Vec<Event>,
     /// Packets that came.
     heard: u64,
+    /// What went wrong in a call that cannot say so.
+    failed: Option<LinkError>,
 }
 
 impl MemLink {
     /// Both ends of a connection.
     pub fn pair() -> Result<(Self, Self), LinkError> {
         let (a, b) = (End::new()?, End::new()?);
-        let link =
-            |mine, theirs| Self { mine, theirs, arrivals: Arrivals::default(), sent: Vec::new(), heard: 0 };
+        let link = |mine, theirs| Self {
+            mine,
+            theirs,
+            arrivals: Arrivals::default(),
+            sent: vec![],
+            heard: 0,
+            failed: None,
+        };
         Ok((link(a.clone(), b.clone()), link(b, a)))
     }
 
@@ -111,7 +119,7 @@ impl MemLink {
         let upto = offset + bytes.len() as u64;
         let next = |a: &&mut Arriving| a.arrived == offset && upto <= a.expected.bytes;
         let arriving = self.arrivals.get_mut(&message).filter(next).ok_or(unexpected)?;
-        arriving.expected.place.unpack(offset, bytes, arriving.expected.combine);
+        arriving.expected.place.unpack(offset, bytes, arriving.expected.combine)?;
         arriving.arrived = upto;
         if upto == arriving.expected.bytes {
             self.arrivals.remove(&message);
@@ -141,7 +149,7 @@ impl Link for MemLink {
     }
 
     fn has_work(&self) -> bool {
-        !self.sent.is_empty()
+        !self.sent.is_empty() || self.failed.is_some()
     }
 
     fn expect(&mut self, message: Message, expected: Expected) {
@@ -162,7 +170,10 @@ impl Link for MemLink {
 
     fn send(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         let mut bytes = Vec::with_capacity((part.end - part.start) as usize);
-        from.pack(part.clone(), &mut bytes);
+        if let Err(error) = from.pack(part.clone(), &mut bytes) {
+            self.failed = Some(error.into());
+            return;
+        }
         self.push(Packet::Part { message, offset: part.start, bytes });
         self.sent.push(Event::Sent { message, upto: part.end });
     }
@@ -200,7 +211,7 @@ impl Link for MemLink {
 
     fn flush(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
         events.append(&mut self.sent);
-        Ok(())
+        self.failed.take().map_or(Ok(()), Err)
     }
 
     fn shutdown(&mut self) {

@@ -22,6 +22,7 @@ use crossmesh_core::id::Rank;
 
 use crate::combine::Combine;
 use crate::memory::place::Lent;
+use crate::wake::Waker;
 use crate::wire::WireError;
 
 mod inbox;
@@ -115,6 +116,13 @@ pub trait Link: Send {
     }
     /// Whether `progress` has something to do without waiting for the descriptor.
     fn has_work(&self) -> bool;
+
+    /// Whom to wake when a device has done something for this link.
+    fn set_waker(&mut self, _: &Waker) {}
+    /// Whether `progress` has something to do once a device is done, which the waker tells.
+    fn awaits_device(&self) -> bool {
+        false
+    }
 
     /// Makes room for a message. The peer hears of it with [`Link::announce`].
     fn expect(&mut self, message: Message, expected: Expected);

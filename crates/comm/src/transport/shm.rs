@@ -8,6 +8,9 @@
 //!                                   <--       Taken: that part and all before it; the sender may reuse the memory
 //! ```
 //!
+//! Memory of a GPU goes the same way, to a peer that has said that it maps memory of that GPU: its descriptor is the driver's, the receiver maps
+//! it, and a kernel copies. To a peer that has not, it goes through the socket.
+//!
 //! Of many small messages only the last is acknowledged, so that they cost a frame each and not two.
 
 use std::collections::VecDeque;
@@ -17,12 +20,17 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use crossmesh_cuda::Gpu;
+use rustc_hash::FxHashSet;
+
 use super::inbox::Arrivals;
 use super::outbox::Outbox;
 use super::{Event, Expected, LinkError, Message};
+use crate::memory::moving::Moving;
 use crate::memory::place::Lent;
 use crate::memory::{Memory, Place};
 use crate::view::{Outer, View};
+use crate::wake::Waker;
 use crate::wire::{Header, Kind, WireError};
 
 /// Messages up to this size travel inside the socket: two copies and two checksums more, a frame less.
@@ -32,6 +40,9 @@ const INLINE_BYTES: u64 = 2 << 10;
 const INLINE_ALONE_BYTES: u64 = 8 << 10;
 /// What may be offered and not yet taken.
 const WINDOW_BYTES: u64 = 8 << 20;
+const DEVICE_WINDOW_BYTES: u64 = 64 << 20;
+/// Parts that a device copies at a time.
+const MAX_MOVING: usize = 16;
 const WINDOW_OFFERS: usize = 1024;
 /// What is copied before the link looks at its socket again.
 const STEP_BYTES: u64 = 512 << 10;
@@ -46,6 +57,8 @@ struct Pull {
     end: u64,
     /// Where a message goes that was offered in one part. Of others, the arrivals know.
     whole: Option<Expected>,
+    /// Under way, where a device copies it.
+    moving: Option<Moving>,
 }
 
 /// A part that the peer may read.
@@ -64,20 +77,70 @@ pub struct Shm {
     /// Offered and not taken, in order; receivers take parts in the order in which they were offered.
     offered: VecDeque<Offered>,
     offered_bytes: u64,
+    /// Ours, once a message had a place there.
+    gpu: Option<Arc<Gpu>>,
+    /// The one that the peer maps memory of.
+    peer_maps: Option<[u8; 16]>,
+    /// Messages from a device that began to go through the socket, before the peer said what it maps.
+    through_socket: FxHashSet<Message>,
+    /// What is offered lies on a device.
+    offers_device: bool,
 }
 
 impl Shm {
     pub fn has_room(&self) -> bool {
-        self.offered_bytes < WINDOW_BYTES && self.offered.len() < WINDOW_OFFERS
+        let window = if self.offers_device { DEVICE_WINDOW_BYTES } else { WINDOW_BYTES };
+        self.offered_bytes < window && self.offered.len() < WINDOW_OFFERS
     }
 
     pub fn has_work(&self) -> bool {
-        !self.pulls.is_empty()
+        self.pulls.front().is_some_and(|pull| pull.moving.is_none())
+    }
+
+    /// Whether what is next is being copied by a device.
+    pub fn awaits_device(&self) -> bool {
+        self.pulls.front().is_some_and(|pull| pull.moving.is_some())
+    }
+
+    pub fn offers_device(&self) -> bool {
+        self.offers_device
+    }
+
+    /// From now on memory of this GPU is mapped, and the peer hears of it.
+    pub fn set_gpu(&mut self, gpu: &Arc<Gpu>, outbox: &mut Outbox) {
+        let uuid = gpu.card().uuid;
+        outbox.push_control(Header::of(Kind::Maps, 0, 0, 0, &uuid), uuid.to_vec(), None);
+        self.gpu = Some(gpu.clone());
+    }
+
+    pub fn on_maps(&mut self, header: &Header, payload: &[u8]) -> Result<(), LinkError> {
+        let uuid = payload.try_into().map_err(|_| unexpected(header, "it names no GPU"))?;
+        if self.peer_maps.replace(uuid).is_some() {
+            return Err(unexpected(header, "it has said so already").into());
+        }
+        Ok(())
+    }
+
+    /// Whether memory on a device goes to the peer by its descriptor. All parts of a message go one way, whatever the peer says meanwhile.
+    fn takes_device(&mut self, message: Message, part: &Range<u64>, from: &Lent) -> bool {
+        let maps = |gpu: &Arc<Gpu>| self.peer_maps == Some(gpu.card().uuid);
+        let mapped = from.memory().device_handle().is_some() && from.gpu().is_some_and(maps);
+        let socket = if part.start == 0 { !mapped } else { self.through_socket.contains(&message) };
+        if socket && part.end < from.bytes() {
+            self.through_socket.insert(message);
+        } else {
+            self.through_socket.remove(&message);
+        }
+        !socket
     }
 
     /// Whether a part of this place is offered rather than sent, given whether it would be the only one on its way. A small message, or one
     /// of no bytes at all, must not overtake an offered one. All parts of a message go one way: an offer would overtake data.
-    pub fn takes(&self, part: &Range<u64>, from: &Lent, alone: bool) -> bool {
+    pub fn takes(&mut self, message: Message, part: &Range<u64>, from: &Lent, alone: bool) -> bool {
+        self.offers_device = from.gpu().is_some() && self.takes_device(message, part, from);
+        if from.gpu().is_some() {
+            return self.offers_device;
+        }
         let inline = if alone { INLINE_ALONE_BYTES } else { INLINE_BYTES };
         let is_whole = *part == (0..from.bytes());
         let small = is_whole && from.bytes() <= inline && self.offered.is_empty();
@@ -115,17 +178,31 @@ impl Shm {
         if let Some(known) = self.shared.iter().position(|m| Arc::ptr_eq(m, memory)) {
             return Ok(known as u32);
         }
-        let descriptor = memory.segment().expect("only shared memory is offered").try_clone_to_owned()?;
+        let shared = memory.segment().or_else(|| memory.device_handle());
+        let descriptor = shared.expect("only shared memory is offered").try_clone_to_owned()?;
         let id = self.shared.len() as u32;
         self.shared.push(memory.clone());
-        outbox.push_control(Header::bare(Kind::Segment, 0, id), vec![], Some(descriptor));
+        let payload = memory.gpu().map_or(vec![], |_| memory.len().to_le_bytes().to_vec());
+        outbox.push_control(Header::of(Kind::Segment, 0, id, 0, &payload), payload, Some(descriptor));
         Ok(id)
     }
 
-    pub fn on_segment(&mut self, header: &Header, descriptor: Option<OwnedFd>) -> Result<(), LinkError> {
+    pub fn on_segment(
+        &mut self,
+        header: &Header,
+        payload: &[u8],
+        descriptor: Option<OwnedFd>,
+    ) -> Result<(), LinkError> {
         let descriptor = descriptor.ok_or_else(|| unexpected(header, "no descriptor came with it"))?;
         if header.tag as usize != self.mapped.len() || header.tag >= MAX_SEGMENTS {
             return Err(unexpected(header, "segments are numbered in order").into());
+        }
+        if !payload.is_empty() {
+            let bytes = payload.try_into().map_err(|_| unexpected(header, "it has no length"))?;
+            let gpu = self.gpu.as_ref().ok_or_else(|| unexpected(header, "no GPU is mapped here"))?;
+            let mapped = Memory::of_peer_on_device(gpu, descriptor, u64::from_le_bytes(bytes))?;
+            self.mapped.push(Arc::new(mapped));
+            return Ok(());
         }
         let mapped = Memory::of_peer(descriptor).map_err(|error| match error.kind() {
             ErrorKind::InvalidData => unexpected(header, "its segment is none, or may shrink").into(),
@@ -164,7 +241,7 @@ impl Shm {
         let whole = header.offset == 0 && end == arriving.expected.bytes;
         let whole = whole.then(|| entry.remove().expected);
         let from = lent_by_peer(&Place { memory: segment, view });
-        self.pulls.push_back(Pull { message, from, next: header.offset, end, whole });
+        self.pulls.push_back(Pull { message, from, next: header.offset, end, whole, moving: None });
         Ok(())
     }
 
@@ -201,7 +278,14 @@ impl Shm {
     }
 
     /// Copies a step's worth of what was offered.
-    pub fn pull(&mut self, arrivals: &mut Arrivals, outbox: &mut Outbox, events: &mut Vec<Event>) {
+    pub fn pull(
+        &mut self,
+        arrivals: &mut Arrivals,
+        outbox: &mut Outbox,
+        waker: Option<&Waker>,
+        events: &mut Vec<Event>,
+    ) -> Result<(), LinkError> {
+        self.start_moving(arrivals, waker)?;
         let (mut budget, mut taken) = (STEP_BYTES, None);
         while budget > 0
             && let Some(pull) = self.pulls.front_mut()
@@ -215,11 +299,22 @@ impl Shm {
                     continue;
                 }
             };
-            let step = (pull.end - pull.next).min(budget.next_multiple_of(64));
-            let part = pull.next..pull.next + step;
-            expected.place.copy_from(&pull.from, part, expected.combine);
+            let mut step = (pull.end - pull.next).min(budget.next_multiple_of(64));
+            match &mut pull.moving {
+                Some(moving) => {
+                    if !moving.is_done()? {
+                        break;
+                    }
+                    step = pull.end - pull.next;
+                }
+                None if is_on_device(&pull.from, expected) => break, // as many as may are under way
+                None => {
+                    let part = pull.next..pull.next + step;
+                    expected.place.copy_from(&pull.from, part, expected.combine);
+                    budget = budget.saturating_sub(step);
+                }
+            }
             pull.next += step;
-            budget = budget.saturating_sub(step);
             let (upto, done) = (pull.next, pull.next == pull.end);
             if pull.whole.is_none() {
                 note_arrived(arrivals, message, upto);
@@ -233,7 +328,26 @@ impl Shm {
         if let Some(last) = taken {
             outbox.push_control(last, vec![], None);
         }
+        self.start_moving(arrivals, waker)
     }
+
+    /// Lets devices begin with what they copy, several parts at a time.
+    fn start_moving(&mut self, arrivals: &Arrivals, waker: Option<&Waker>) -> Result<(), LinkError> {
+        for pull in self.pulls.iter_mut().take(MAX_MOVING).filter(|pull| pull.moving.is_none()) {
+            let parts = || arrivals.get(&pull.message).map(|arriving| &arriving.expected);
+            let Some(expected) = pull.whole.as_ref().or_else(parts) else { continue };
+            if is_on_device(&pull.from, expected) {
+                let part = pull.next..pull.end;
+                pull.moving = Some(Moving::copy(&pull.from, &expected.place, part, expected.combine, waker)?);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a device has to copy it.
+fn is_on_device(from: &Lent, expected: &Expected) -> bool {
+    from.gpu().is_some() || expected.place.gpu().is_some()
 }
 
 #[expect(unsafe_code, reason = "nobody in this process can write to a peer's segment")]
@@ -267,22 +381,22 @@ mod tests {
     fn only_whole_small_messages_travel_inside_the_socket() {
         let memory = Arc::new(Memory::shared(64 << 10).unwrap());
         let mut shm = Shm::default();
-        let offers = |shm: &Shm, part: Range<u64>, bytes: u64, alone: bool| {
-            shm.takes(&part, &lent(&memory, bytes), alone)
-        };
-        assert!(!offers(&shm, 0..2048, 2048, false) && offers(&shm, 0..2049, 2049, false));
-        assert!(!offers(&shm, 0..8192, 8192, true) && offers(&shm, 0..8193, 8193, true));
-        // The second part might go the other way, and an offer overtakes data.
-        assert!(offers(&shm, 0..4096, 8192, true) && offers(&shm, 4096..8192, 8192, true));
-        // Behind an offer everything is offered, until it is taken.
         let message = Message { job: 0, tag: 0 };
+        let offers = |shm: &mut Shm, part: Range<u64>, bytes: u64, alone: bool| {
+            shm.takes(message, &part, &lent(&memory, bytes), alone)
+        };
+        assert!(!offers(&mut shm, 0..2048, 2048, false) && offers(&mut shm, 0..2049, 2049, false));
+        assert!(!offers(&mut shm, 0..8192, 8192, true) && offers(&mut shm, 0..8193, 8193, true));
+        // The second part might go the other way, and an offer overtakes data.
+        assert!(offers(&mut shm, 0..4096, 8192, true) && offers(&mut shm, 4096..8192, 8192, true));
+        // Behind an offer everything is offered, until it is taken.
         shm.offer(message, 0..9000, &lent(&memory, 9000), &mut Outbox::default()).unwrap();
-        assert!(offers(&shm, 0..64, 64, true));
+        assert!(offers(&mut shm, 0..64, 64, true));
         let taken = Header { offset: 9000, ..Header::bare(Kind::Taken, 0, 0) };
         shm.on_taken(&taken, &mut vec![]).unwrap();
-        assert!(!offers(&shm, 0..64, 64, true));
+        assert!(!offers(&mut shm, 0..64, 64, true));
         // What no peer can map is sent as it is.
         let private = Arc::new(Memory::private(64 << 10).unwrap());
-        assert!(!shm.takes(&(0..9000), &lent(&private, 9000), false));
+        assert!(!shm.takes(message, &(0..9000), &lent(&private, 9000), false));
     }
 }

@@ -2,12 +2,15 @@
 //!
 //! The streams come connected and authenticated. The first frame each way says who is there, and is checked.
 
+use std::collections::VecDeque;
 use std::net::TcpStream;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
 use crossmesh_core::id::Rank;
+use crossmesh_cuda::Gpu;
 use rustix::io::ioctl_fionbio;
 use rustix::net::{Shutdown, shutdown, sockopt};
 
@@ -15,8 +18,10 @@ use super::inbox::{Arrivals, Arriving, Inbox, Received};
 use super::outbox::Outbox;
 use super::shm::Shm;
 use super::{Control, Event, Expected, Link, LinkError, Message, tcp, words};
+use crate::memory::moving::Moving;
 use crate::memory::place::Lent;
 use crate::protect::Session;
+use crate::wake::Waker;
 use crate::wire::{Header, Kind, MAX_PAYLOAD};
 
 /// What the kernel holds of ours: a few milliseconds of a fast NIC, little enough that who is next stays our decision.
@@ -28,6 +33,10 @@ const MAX_PART_BYTES: u64 = 256 << 10;
 const MIN_PART_BYTES: u64 = 16 << 10;
 /// Inside a payload we are woken for so many bytes, or for the rest of it, and not for every packet.
 const GATHER_BYTES: u64 = 64 << 10;
+/// Parts from and to a device cost some calls of its driver each.
+const DEVICE_PART_BYTES: u64 = 512 << 10;
+/// Parts that lie on a device and are copied there cost a kernel each, and two small frames.
+const DEVICE_OFFER_BYTES: u64 = 4 << 20;
 /// Parts in shared memory cost two small frames each, so they are larger.
 const MAX_OFFER_BYTES: u64 = 1 << 20;
 
@@ -41,6 +50,12 @@ pub struct StreamLink {
     arrivals: Arrivals,
     shm: Option<Shm>,
     received: Vec<Received>,
+    /// On their way from pinned memory to a device; and what came behind them, which does not overtake them.
+    landing: VecDeque<(Option<Moving>, Message, u64)>,
+    /// The device that places of messages are on, once there was one.
+    gpu: Option<Arc<Gpu>>,
+    /// Whom to wake when a device is done.
+    waker: Option<Waker>,
     /// How many bytes wake us; none where the system is not told.
     wakes_at: Option<u64>,
     /// What went wrong in a call that cannot say so.
@@ -83,6 +98,9 @@ impl StreamLink {
             arrivals: Arrivals::default(),
             shm,
             received: vec![],
+            landing: VecDeque::new(),
+            gpu: None,
+            waker: None,
             wakes_at: None,
             failed: None,
         })
@@ -101,12 +119,41 @@ impl StreamLink {
         let mut received = std::mem::take(&mut self.received);
         for frame in received.drain(..) {
             match frame {
-                Received::Arrived { message, upto } => events.push(Event::Arrived { message, upto }),
+                Received::Arrived { message, upto } if self.landing.is_empty() => {
+                    events.push(Event::Arrived { message, upto });
+                }
+                Received::Arrived { message, upto } => self.landing.push_back((None, message, upto)),
+                Received::Staged { message, expected, staging, offset, upto } => {
+                    let waker = self.waker.as_ref();
+                    let moving = Moving::unpack(&expected.place, offset, staging, expected.combine, waker)?;
+                    self.landing.push_back((Some(moving), message, upto));
+                }
                 Received::Control { header, payload } => self.on_control(&header, &payload, events)?,
             }
         }
         self.received = received;
         Ok(())
+    }
+
+    /// What a device has put into place.
+    fn take_landed(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        while let Some((moving, message, upto)) = self.landing.front_mut() {
+            if let Some(moving) = moving
+                && !moving.is_done()?
+            {
+                break;
+            }
+            events.push(Event::Arrived { message: *message, upto: *upto });
+            self.landing.pop_front();
+        }
+        Ok(())
+    }
+
+    /// The first time that a message has a place on a device, a peer of the same host hears that we map what it has there.
+    fn note_gpu(&mut self, place: &Lent) {
+        let (Some(gpu), None, Some(shm)) = (place.gpu(), &self.gpu, &mut self.shm) else { return };
+        shm.set_gpu(gpu, &mut self.outbox);
+        self.gpu = Some(gpu.clone());
     }
 
     fn on_control(
@@ -127,7 +174,10 @@ impl StreamLink {
             (Kind::Ready | Kind::Beat | Kind::Abort | Kind::Bye, _) => {
                 events.extend(words::event_of(header, payload, self.peer)?);
             }
-            (Kind::Segment, Some(shm)) => shm.on_segment(header, self.inbox.descriptors.pop_front())?,
+            (Kind::Segment, Some(shm)) => {
+                shm.on_segment(header, payload, self.inbox.descriptors.pop_front())?;
+            }
+            (Kind::Maps, Some(shm)) => shm.on_maps(header, payload)?,
             (Kind::Offer, Some(shm)) => shm.on_offer(header, payload, &mut self.arrivals)?,
             (Kind::Taken, Some(shm)) => shm.on_taken(header, events)?,
             (Kind::Data, _) => unreachable!("the inbox keeps data to itself"),
@@ -143,7 +193,7 @@ impl Link for StreamLink {
     }
 
     fn wants_write(&self) -> bool {
-        !self.outbox.is_empty()
+        self.outbox.wants_write()
     }
 
     fn heard(&self) -> Option<u64> {
@@ -162,7 +212,17 @@ impl Link for StreamLink {
         self.shm.as_ref().is_some_and(Shm::has_work)
     }
 
+    fn set_waker(&mut self, waker: &Waker) {
+        self.waker = Some(waker.clone());
+    }
+
+    fn awaits_device(&self) -> bool {
+        let pulls = self.shm.as_ref().is_some_and(Shm::awaits_device);
+        !self.landing.is_empty() || self.outbox.awaits_device() || pulls
+    }
+
     fn expect(&mut self, message: Message, expected: Expected) {
+        self.note_gpu(&expected.place);
         self.arrivals.insert(message, Arriving { expected, arrived: 0, promised: 0 });
     }
 
@@ -177,18 +237,29 @@ impl Link for StreamLink {
     }
 
     fn part_bytes(&self, chunk_bytes: u64) -> u64 {
+        if self.shm.as_ref().is_some_and(Shm::offers_device) {
+            return DEVICE_OFFER_BYTES;
+        }
+        if self.outbox.stages() {
+            return DEVICE_PART_BYTES;
+        }
         let max = if self.shm.is_some() { MAX_OFFER_BYTES } else { MAX_PART_BYTES };
         (chunk_bytes / 64 * 64).clamp(MIN_PART_BYTES, max.min(u64::from(MAX_PAYLOAD)))
     }
 
     fn send(&mut self, message: Message, part: Range<u64>, from: &Lent) {
         let alone = !self.outbox.has_data();
-        match self.shm.as_mut().filter(|shm| shm.takes(&part, from, alone)) {
+        self.note_gpu(from);
+        let waker = self.waker.as_ref();
+        match self.shm.as_mut().and_then(|shm| shm.takes(message, &part, from, alone).then_some(shm)) {
             Some(shm) => {
                 let offered = shm.offer(message, part, from, &mut self.outbox);
                 self.failed = self.failed.take().or(offered.err());
             }
-            None => self.outbox.push_data(message, part, from),
+            None => {
+                let pushed = self.outbox.push_data(message, part, from, waker);
+                self.failed = self.failed.take().or(pushed.err());
+            }
         }
     }
 
@@ -213,8 +284,9 @@ impl Link for StreamLink {
             }
         }
         self.gather();
+        self.take_landed(events)?;
         if let Some(shm) = &mut self.shm {
-            shm.pull(&mut self.arrivals, &mut self.outbox, events);
+            shm.pull(&mut self.arrivals, &mut self.outbox, self.waker.as_ref(), events)?;
         }
         self.flush(events)
     }

@@ -121,6 +121,7 @@ pub fn options(kind: Kind) -> ExecuteOptions {
     ExecuteOptions {
         engine: EngineOptions { deadline_ms: 20_000, hosts, ..Default::default() },
         sharing: if kind == Kind::Shm { Sharing::Host } else { Sharing::Private },
+        gpu: None,
         repeat: 1,
         check: true,
         measure_memory: false,
@@ -136,6 +137,15 @@ pub fn run_all(
     if kind == Kind::Mpi {
         return over_mpi::run_all(plan, options);
     }
+    run_each(plan, kind, |_| options.clone())
+}
+
+/// The same with options of each rank's own.
+pub fn run_each(
+    plan: &Plan,
+    kind: Kind,
+    options: impl Fn(Rank) -> ExecuteOptions,
+) -> BTreeMap<Rank, Result<RankReport, Failure>> {
     let program = &Verified::plan(plan, Addressing::Apart).unwrap();
     let links = links_of(plan, kind);
     let gate = Barrier::new(links.len());
@@ -143,13 +153,13 @@ pub fn run_all(
         let threads: Vec<_> = (0..)
             .zip(links)
             .map(|(rank, links)| {
-                let gate = &gate;
+                let (gate, options) = (&gate, options(Rank(rank)));
                 scope.spawn(move || {
                     let mut barrier = |_: Gate| {
                         gate.wait();
                         Ok(())
                     };
-                    (Rank(rank), execute(program.rank(Rank(rank)), links, options, &mut barrier))
+                    (Rank(rank), execute(program.rank(Rank(rank)), links, &options, &mut barrier))
                 })
             })
             .collect();

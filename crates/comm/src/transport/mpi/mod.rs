@@ -174,14 +174,14 @@ impl MpiLink {
         };
         if len <= INLINE_BYTES as u64 {
             let mut payload = Vec::with_capacity(len as usize);
-            from.pack(part.clone(), &mut payload);
+            from.pack(part.clone(), &mut payload)?;
             return self.send_frame(header(checksum::crc32c(&payload)), &payload, sent);
         }
         let (bytes, crc, packed) = match Bytes::in_place(from, part.clone()) {
             Some(bytes) => (bytes, from.checksum(part.clone(), 0), false),
             None => {
                 let mut buffer = self.pool.take(Heading::Out, len);
-                from.pack(part.clone(), &mut buffer);
+                from.pack(part.clone(), &mut buffer)?;
                 let crc = checksum::crc32c(&buffer);
                 (Bytes::Owned(buffer), crc, true)
             }
@@ -282,7 +282,7 @@ impl MpiLink {
             let arriving = self.arrivals.get_mut(&message).expect("a message stays until it is whole");
             let place = &arriving.expected.place;
             match body {
-                Body::Here(payload) => place.unpack(header.offset, payload, arriving.expected.combine),
+                Body::Here(payload) => place.unpack(header.offset, payload, arriving.expected.combine)?,
                 Body::Due => return Ok(()),
                 Body::Coming(request) => {
                     let Some((bytes, len)) = request.test()? else { return Ok(()) };
@@ -293,7 +293,7 @@ impl MpiLink {
                         Bytes::InPlace(_, part) => header.check_payload(place.checksum(part, 0))?,
                         Bytes::Owned(buffer) => {
                             header.check_payload(checksum::crc32c(&buffer))?;
-                            place.unpack(header.offset, &buffer, arriving.expected.combine);
+                            place.unpack(header.offset, &buffer, arriving.expected.combine)?;
                             self.pool.give_back(Heading::In, u64::from(header.len), buffer);
                         }
                     }

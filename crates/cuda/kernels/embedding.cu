@@ -1,0 +1,59 @@
+// Rows of a table, and their gradients in a fixed order.
+
+// y[row] = tokens[ids[row]] + positions[row % context]; an id outside of [first, first + held) reads as zero.
+template <typename T> __device__ __forceinline__ void embed(const T* tokens, const T* positions, const int* ids, u32 first, u32 held, u32 context, u32 width, T* y) {
+    constexpr int N = Lanes<T>::N;
+    u32 row = blockIdx.x;
+    i64 id = (i64)ids[row] - first;
+    bool here = id >= 0 && id < held;
+    const T* token = tokens + (here ? (u64)id * width : 0);
+    const T* position = positions ? positions + (u64)(row % context) * width : nullptr;
+    T* out = y + (u64)row * width;
+    u32 vectors = ((u64)tokens | (u64)positions | (u64)y | ((u64)width * sizeof(T))) % 16 == 0 ? width / N : 0;
+    for (u32 v = threadIdx.x; v < vectors; v += blockDim.x) {
+        float a[N], b[N];
+        if (here) Lanes<T>::load(token + v * N, a);
+        if (position) Lanes<T>::load(position + v * N, b);
+#pragma unroll
+        for (int i = 0; i < N; i++) a[i] = (here ? a[i] : 0.0f) + (position ? b[i] : 0.0f);
+        Lanes<T>::store(out + v * N, a);
+    }
+    for (u32 at = vectors * N + threadIdx.x; at < width; at += blockDim.x) {
+        out[at] = of_f32<T>((here ? to_f32(token[at]) : 0.0f) + (position ? to_f32(position[at]) : 0.0f));
+    }
+}
+
+// table[entry] += the sum of its rows of dy, in their order. `rows[starts[i]..starts[i + 1]]` are the rows of `entries[i]`, ascending: the host
+// sorts a batch's ids once, so that no addition depends on what ran first.
+template <typename T> __device__ __forceinline__ void gather(const T* dy, const u32* entries, const u32* starts, const u32* rows, u32 width, float* table) {
+    u32 begin = starts[blockIdx.x], end = starts[blockIdx.x + 1];
+    float* into = table + (u64)entries[blockIdx.x] * width;
+    for (u32 at = blockIdx.y * blockDim.x + threadIdx.x; at < width; at += gridDim.y * blockDim.x) {
+        float sum = 0.0f;
+        for (u32 i = begin; i < end; i++) sum += to_f32(dy[(u64)rows[i] * width + at]);
+        into[at] += sum;
+    }
+}
+
+// positions[p] += the sum over the samples, in their order.
+template <typename T> __device__ __forceinline__ void samples(const T* dy, u32 rows, u32 context, u32 width, float* table) {
+    u64 len = (u64)context * width;
+    for (u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x; at < len; at += (u64)gridDim.x * blockDim.x) {
+        float sum = 0.0f;
+        for (u64 row = at / width; row < rows; row += context) sum += to_f32(dy[row * width + at % width]);
+        table[at] += sum;
+    }
+}
+
+#define EMBEDDING(T, suffix)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) embedding_forward_##suffix(const T* tokens, const T* positions, const int* ids, u32 first, u32 held, u32 context, u32 width, T* y) { \
+        embed(tokens, positions, ids, first, held, context, width, y);                                                         \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256) embedding_backward_##suffix(const T* dy, const u32* entries, const u32* starts, const u32* rows, u32 width, float* table) { \
+        gather(dy, entries, starts, rows, width, table);                                                                       \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256) positions_backward_##suffix(const T* dy, u32 rows, u32 context, u32 width, float* table) { \
+        samples(dy, rows, context, width, table);                                                                              \
+    }
+EMBEDDING(float, f32)
+EMBEDDING(bf16, bf16)

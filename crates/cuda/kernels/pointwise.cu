@@ -1,0 +1,131 @@
+// Element by element: activations, gates, rotary positions, dropout, casts. Vectors of 16 bytes where all of it is; the last few one by one.
+
+// f(reads, writes) over `len` elements, `IN` inputs and `OUT` outputs. An output may be an input: a thread reads before it writes.
+template <typename T, int IN, int OUT, typename F>
+__device__ __forceinline__ void each(const T* const (&in)[IN], T* const (&out)[OUT], u64 len, F f) {
+    constexpr int N = Lanes<T>::N;
+    bool aligned = true;
+#pragma unroll
+    for (int i = 0; i < IN; i++) aligned &= (u64)in[i] % 16 == 0;
+#pragma unroll
+    for (int i = 0; i < OUT; i++) aligned &= (u64)out[i] % 16 == 0;
+    u64 vectors = aligned ? len / N : 0, stride = (u64)gridDim.x * blockDim.x, thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    for (u64 v = thread; v < vectors; v += stride) {
+        float x[IN][N], y[OUT][N];
+#pragma unroll
+        for (int i = 0; i < IN; i++) Lanes<T>::load(in[i] + v * N, x[i]);
+#pragma unroll
+        for (int lane = 0; lane < N; lane++) {
+            float a[IN], b[OUT];
+#pragma unroll
+            for (int i = 0; i < IN; i++) a[i] = x[i][lane];
+            f(a, b, v * N + lane);
+#pragma unroll
+            for (int i = 0; i < OUT; i++) y[i][lane] = b[i];
+        }
+#pragma unroll
+        for (int i = 0; i < OUT; i++) Lanes<T>::store(out[i] + v * N, y[i]);
+    }
+    for (u64 at = vectors * N + thread; at < len; at += stride) {
+        float a[IN], b[OUT];
+#pragma unroll
+        for (int i = 0; i < IN; i++) a[i] = to_f32(in[i][at]);
+        f(a, b, at);
+#pragma unroll
+        for (int i = 0; i < OUT; i++) out[i][at] = of_f32<T>(b[i]);
+    }
+}
+
+// GPT-2's, the form with tanh: x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3).
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float gelu(float x) { return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x)); }
+__device__ __forceinline__ float gelu_slope(float x) {
+    float s = sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+    return s + x * s * (1.0f - s) * 1.5957691216057308f * (1.0f + 0.134145f * x * x);
+}
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+__device__ __forceinline__ float silu_slope(float x) {
+    float s = sigmoid(x);
+    return s + x * s * (1.0f - s);
+}
+
+struct Draws { u32 key0, key1, high0, high1; };
+
+// Philox 4x32-10 (Salmon et al., SC'11): draws 4 block .. 4 block + 3 of a stream.
+__device__ __forceinline__ uint4 philox(u64 block, const Draws& draws) {
+    u32 c0 = (u32)block, c1 = (u32)(block >> 32), c2 = draws.high0, c3 = draws.high1, k0 = draws.key0, k1 = draws.key1;
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        u32 h0 = __umulhi(c0, 0xD2511F53u), l0 = c0 * 0xD2511F53u, h1 = __umulhi(c2, 0xCD9E8D57u), l1 = c2 * 0xCD9E8D57u;
+        c0 = h1 ^ c1 ^ k0; c1 = l1; c2 = h0 ^ c3 ^ k1; c3 = l0;
+        k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
+    }
+    return make_uint4(c0, c1, c2, c3);
+}
+
+__device__ __forceinline__ u32 draw(const uint4& four, u32 i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
+
+// Draws of neighbours come from one block: it is computed when the index enters it.
+struct Drawn {
+    Draws draws;
+    u64 block;
+    uint4 four;
+    __device__ __forceinline__ Drawn(const Draws& d) : draws(d), block(~0ull) {}
+    __device__ __forceinline__ u32 at(u64 index) {
+        if (index / 4 != block) {
+            block = index / 4;
+            four = philox(block, draws);
+        }
+        return draw(four, (u32)(index % 4));
+    }
+};
+
+#define POINTWISE(T, suffix)                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256) gelu_forward_##suffix(const T* x, u64 len, T* y) {                      \
+        each<T, 1, 1>({x}, {y}, len, [](const float* a, float* b, u64) { b[0] = gelu(a[0]); });                               \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) gelu_backward_##suffix(const T* x, u64 len, T* dy) {                    \
+        each<T, 2, 1>({x, dy}, {dy}, len, [](const float* a, float* b, u64) { b[0] = a[1] * gelu_slope(a[0]); });             \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) swiglu_forward_##suffix(const T* gate, const T* up, u64 len, T* y) {    \
+        each<T, 2, 1>({gate, up}, {y}, len, [](const float* a, float* b, u64) { b[0] = silu(a[0]) * a[1]; });                 \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) swiglu_backward_##suffix(const T* gate, const T* up, u64 len, T* dy, T* d_gate) { \
+        each<T, 3, 2>({gate, up, dy}, {d_gate, dy}, len, [](const float* a, float* b, u64) {                                  \
+            b[0] = a[2] * a[1] * silu_slope(a[0]);                                                                            \
+            b[1] = a[2] * silu(a[0]);                                                                                         \
+        });                                                                                                                   \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) dropout_##suffix(const T* x, Draws draws, u64 first, u32 threshold, float scale, u64 len, T* y) { \
+        Drawn drawn(draws);                                                                                                   \
+        each<T, 1, 1>({x}, {y}, len, [&](const float* a, float* b, u64 i) { b[0] = drawn.at(first + i) < threshold ? 0.0f : a[0] * scale; }); \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) add_##suffix(const T* x, u64 len, T* y) {                               \
+        each<T, 2, 1>({x, y}, {y}, len, [](const float* a, float* b, u64) { b[0] = a[0] + a[1]; });                           \
+    }                                                                                                                         \
+    /* Columns of every head, turned by the position of their row: the first half with the second. A thread has a pair. */    \
+    extern "C" __global__ void __launch_bounds__(256) rotary_##suffix(const float* cosines, const float* sines, u32 first, u32 positions, u32 rows, u32 heads, u32 half, u32 stride, float sign, T* x) { \
+        u64 pairs = (u64)rows * heads * half;                                                                                 \
+        for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < pairs; i += (u64)gridDim.x * blockDim.x) {               \
+            u32 column = (u32)(i % half), head = (u32)(i / half % heads), row = (u32)(i / half / heads);                      \
+            u64 turn = (u64)((first + row) % positions) * half + column;                                                      \
+            T* at = x + (u64)row * stride + head * 2 * half + column;                                                         \
+            float c = cosines[turn], s = sign * sines[turn], a = to_f32(at[0]), b = to_f32(at[half]);                         \
+            at[0] = of_f32<T>(a * c - b * s);                                                                                 \
+            at[half] = of_f32<T>(b * c + a * s);                                                                              \
+        }                                                                                                                     \
+    }
+POINTWISE(float, f32)
+POINTWISE(bf16, bf16)
+
+extern "C" __global__ void __launch_bounds__(256) to_bf16(const float* x, u64 len, bf16* y) {
+    u64 stride = (u64)gridDim.x * blockDim.x, thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    u64 vectors = ((u64)x | (u64)y) % 16 == 0 ? len / 8 : 0;
+    for (u64 v = thread; v < vectors; v += stride) {
+        float a[8];
+        Lanes<float>::load(x + v * 8, a);
+        Lanes<float>::load(x + v * 8 + 4, a + 4);
+        Lanes<bf16>::store(y + v * 8, a);
+    }
+    for (u64 i = vectors * 8 + thread; i < len; i += stride) y[i] = of_f32<bf16>(x[i]);
+}

@@ -1,0 +1,437 @@
+//! Matrix products by cuBLASLt. Every shape is searched once: the library's candidates are timed on the card, and the fastest is kept in a file.
+//!
+//! Matrices are row-major, cuBLASLt's are column-major: what it calls C is our C transposed, so the operands change places.
+//!
+//! ```text
+//! C[rows, cols] = A[rows, inner] B[inner, cols] + beta C    ->    C'[cols, rows] = B' A'
+//! ```
+#![allow(
+    clippy::missing_safety_doc,
+    reason = "as in `ops`: addresses of the card's, that stay until the queue is done"
+)]
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use cudarc::cublaslt::sys::{self, cublasStatus_t};
+use cudarc::driver::sys as driver;
+
+use super::ops::{At, Queue, Real};
+use super::{Cuda, find, lock};
+use crate::driver::Driver;
+use crate::{CudaError, DeviceMemory};
+
+/// What is done to a product on its way out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Epilogue {
+    None,
+    /// `+ bias`, `[cols]`, in the result's type.
+    Bias {
+        bias: At,
+    },
+    /// `gelu(x + bias)`; `x + bias` goes to `before`, `[rows, cols]`, for the gradient.
+    GeluBias {
+        bias: At,
+        before: At,
+    },
+    /// `x * gelu'(before)`.
+    GeluSlope {
+        before: At,
+    },
+}
+
+impl Epilogue {
+    fn name(self) -> &'static str {
+        match self {
+            Epilogue::None => "",
+            Epilogue::Bias { .. } => "bias",
+            Epilogue::GeluBias { .. } => "gelu",
+            Epilogue::GeluSlope { .. } => "dgelu",
+        }
+    }
+
+    fn code(self) -> sys::cublasLtEpilogue_t {
+        use sys::cublasLtEpilogue_t as E;
+        match self {
+            Epilogue::None => E::CUBLASLT_EPILOGUE_DEFAULT,
+            Epilogue::Bias { .. } => E::CUBLASLT_EPILOGUE_BIAS,
+            Epilogue::GeluBias { .. } => E::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+            Epilogue::GeluSlope { .. } => E::CUBLASLT_EPILOGUE_DGELU,
+        }
+    }
+}
+
+/// A product of row-major matrices.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Product {
+    pub rows: u64,
+    pub cols: u64,
+    pub inner: u64,
+    /// A is stored as `[inner, rows]`.
+    pub a_transposed: bool,
+    /// B is stored as `[cols, inner]`.
+    pub b_transposed: bool,
+    pub real: Real,
+    pub result: Real,
+    /// What is there counts this much.
+    pub beta: f32,
+    pub epilogue: Epilogue,
+}
+
+impl Product {
+    /// All that decides which algorithm is fastest.
+    fn key(&self, card: &str, version: usize) -> String {
+        let order = |transposed| if transposed { 't' } else { 'n' };
+        format!(
+            "{card} {version} {}x{}x{} {}{} {}>{} {} {}",
+            self.rows,
+            self.cols,
+            self.inner,
+            order(self.a_transposed),
+            order(self.b_transposed),
+            self.real.name(),
+            self.result.name(),
+            if self.beta == 0.0 { "set" } else { "add" },
+            self.epilogue.name()
+        )
+    }
+
+    pub fn flops(&self) -> f64 {
+        2.0 * self.rows as f64 * self.cols as f64 * self.inner as f64
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Products<'a> {
+    cuda: &'a Cuda,
+    handle: super::Shared<sys::cublasLtHandle_t>,
+    version: usize,
+    workspace: &'a DeviceMemory,
+    choices: Mutex<BTreeMap<String, [u64; 8]>>,
+    file: Option<PathBuf>,
+}
+
+fn data_type(real: Real) -> sys::cudaDataType {
+    match real {
+        Real::F32 => sys::cudaDataType_t::CUDA_R_32F,
+        Real::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+    }
+}
+
+macro_rules! lt {
+    ($cuda:expr, $function:ident ( $($argument:expr),* )) => {
+        match unsafe { sys::$function($($argument),*) } {
+            cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
+            code => Err(CudaError::Call {
+                call: stringify!($function),
+                name: $cuda.card().name.clone(),
+                why: format!("{code:?}"),
+            }),
+        }
+    };
+}
+
+/// What cuBLASLt calls a product. Goes with the value.
+struct Described {
+    operation: sys::cublasLtMatmulDesc_t,
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+}
+
+impl Drop for Described {
+    fn drop(&mut self) {
+        // SAFETY: made by `describe`, or null.
+        unsafe {
+            for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
+                sys::cublasLtMatrixLayoutDestroy(layout);
+            }
+            if !self.operation.is_null() {
+                sys::cublasLtMatmulDescDestroy(self.operation);
+            }
+        }
+    }
+}
+
+/// How many candidates are timed, and how often each.
+const CANDIDATES: usize = 24;
+const TIMES: u32 = 8;
+
+impl<'a> Products<'a> {
+    /// `workspace` is memory that algorithms may use: 64 MiB does. Choices are read from a file, and written to it.
+    pub fn new(cuda: &'a Cuda, workspace: &'a DeviceMemory, file: Option<&Path>) -> Result<Self, CudaError> {
+        let version = find::cublaslt()?;
+        cuda.enter()?;
+        let mut handle = std::ptr::null_mut();
+        lt!(cuda, cublasLtCreate(&raw mut handle))?;
+        let kept = file.and_then(|path| std::fs::read_to_string(path).ok());
+        // A file that is damaged costs a search, nothing else.
+        let choices = kept.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default();
+        let file = file.map(Path::to_path_buf);
+        Ok(Self {
+            cuda,
+            handle: super::Shared(handle),
+            version,
+            workspace,
+            choices: Mutex::new(choices),
+            file,
+        })
+    }
+
+    pub fn version(&self) -> usize {
+        self.version
+    }
+
+    fn describe(&self, product: &Product) -> Result<Described, CudaError> {
+        use sys::cublasLtMatmulDescAttributes_t as D;
+        let Product { rows, cols, inner, a_transposed, b_transposed, real, result, epilogue, .. } = *product;
+        let mut described = Described { operation: std::ptr::null_mut(), layouts: [std::ptr::null_mut(); 3] };
+        let f32 = sys::cudaDataType_t::CUDA_R_32F;
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        lt!(self.cuda, cublasLtMatmulDescCreate(&raw mut described.operation, compute, f32))?;
+        let set = |which, value: *const c_void, bytes| {
+            lt!(self.cuda, cublasLtMatmulDescSetAttribute(described.operation, which, value, bytes))
+        };
+        // CUBLAS_OP_N and CUBLAS_OP_T, which the bindings leave out.
+        let (first, second) = (i32::from(b_transposed), i32::from(a_transposed));
+        set(D::CUBLASLT_MATMUL_DESC_TRANSA, (&raw const first).cast(), size_of_val(&first))?;
+        set(D::CUBLASLT_MATMUL_DESC_TRANSB, (&raw const second).cast(), size_of_val(&second))?;
+        let code = epilogue.code();
+        set(D::CUBLASLT_MATMUL_DESC_EPILOGUE, (&raw const code).cast(), size_of_val(&code))?;
+        if let Epilogue::Bias { bias } | Epilogue::GeluBias { bias, .. } = epilogue {
+            set(D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, (&raw const bias).cast(), 8)?;
+            let kind = data_type(result);
+            set(D::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, (&raw const kind).cast(), size_of_val(&kind))?;
+        }
+        if let Epilogue::GeluBias { before, .. } | Epilogue::GeluSlope { before } = epilogue {
+            set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, (&raw const before).cast(), 8)?;
+            set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (&raw const cols).cast(), 8)?;
+        }
+        // Stored sizes, column-major: a row-major [r, c] is a column-major [c, r].
+        let stored = |transposed: bool, (r, c): (u64, u64)| if transposed { (r, c) } else { (c, r) };
+        let sizes = [
+            (stored(b_transposed, (inner, cols)), real),
+            (stored(a_transposed, (rows, inner)), real),
+            ((cols, rows), result),
+        ];
+        for (layout, ((height, width), real)) in described.layouts.iter_mut().zip(sizes) {
+            lt!(
+                self.cuda,
+                cublasLtMatrixLayoutCreate(&raw mut *layout, data_type(real), height, width, height as i64)
+            )?;
+        }
+        Ok(described)
+    }
+
+    /// `c = a b`, with what the product says.
+    pub unsafe fn multiply(
+        &self,
+        queue: &Queue<'_>,
+        product: &Product,
+        (a, b): (At, At),
+        c: At,
+    ) -> Result<(), CudaError> {
+        let described = self.describe(product)?;
+        let key = product.key(&self.cuda.card().name, self.version);
+        let known = lock(&self.choices).get(&key).copied();
+        let data = match known {
+            Some(data) => data,
+            // SAFETY: as the caller says. Timing overwrites `c`; what was there is added to once, below.
+            None => unsafe { self.search(queue, product, &described, (a, b), c, &key)? },
+        };
+        let algorithm = sys::cublasLtMatmulAlgo_t { data };
+        // SAFETY: as the caller says.
+        unsafe { self.run(queue.stream(), product, &described, &algorithm, (a, b), c) }
+    }
+
+    unsafe fn run(
+        &self,
+        stream: driver::CUstream,
+        product: &Product,
+        described: &Described,
+        algorithm: &sys::cublasLtMatmulAlgo_t,
+        (a, b): (At, At),
+        c: At,
+    ) -> Result<(), CudaError> {
+        let (one, beta) = (1.0f32, product.beta);
+        let [first, second, out] = described.layouts;
+        let at = |address: At| address as usize as *mut c_void;
+        let space = (at(self.workspace.address()), self.workspace.bytes() as usize);
+        lt!(
+            self.cuda,
+            cublasLtMatmul(
+                self.handle.0,
+                described.operation,
+                (&raw const one).cast(),
+                at(b),
+                first,
+                at(a),
+                second,
+                (&raw const beta).cast(),
+                at(c),
+                out,
+                at(c),
+                out,
+                &raw const *algorithm,
+                space.0,
+                space.1,
+                stream.cast()
+            )
+        )
+    }
+
+    /// The library's candidates, best guess first.
+    fn candidates(&self, product: &Product, described: &Described) -> Result<Vec<[u64; 8]>, CudaError> {
+        let mut preference = std::ptr::null_mut();
+        lt!(self.cuda, cublasLtMatmulPreferenceCreate(&raw mut preference))?;
+        let (bytes, which) = (
+            self.workspace.bytes() as usize,
+            sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+        );
+        let set = lt!(
+            self.cuda,
+            cublasLtMatmulPreferenceSetAttribute(preference, which, (&raw const bytes).cast(), 8)
+        );
+        // SAFETY: plain numbers.
+        let mut found: [sys::cublasLtMatmulHeuristicResult_t; CANDIDATES] = unsafe { std::mem::zeroed() };
+        let (mut count, [first, second, out]) = (0, described.layouts);
+        let asked = set.and_then(|()| {
+            lt!(
+                self.cuda,
+                cublasLtMatmulAlgoGetHeuristic(
+                    self.handle.0,
+                    described.operation,
+                    first,
+                    second,
+                    out,
+                    out,
+                    preference,
+                    CANDIDATES as i32,
+                    found.as_mut_ptr(),
+                    &raw mut count
+                )
+            )
+        });
+        // SAFETY: made above.
+        unsafe { sys::cublasLtMatmulPreferenceDestroy(preference) };
+        asked?;
+        if count == 0 {
+            return Err(CudaError::Refused {
+                what: "a product",
+                found: product.key("", 0),
+                needed: "sizes and alignments that cuBLASLt has an algorithm for (16 bytes)",
+            });
+        }
+        Ok(found[..count as usize].iter().map(|result| result.algo.data).collect())
+    }
+
+    /// Times the candidates, and keeps the fastest. Results of products that are added to are not changed by it.
+    unsafe fn search(
+        &self,
+        queue: &Queue<'_>,
+        product: &Product,
+        described: &Described,
+        operands: (At, At),
+        c: At,
+        key: &str,
+    ) -> Result<[u64; 8], CudaError> {
+        let candidates = self.candidates(product, described)?;
+        // What is added to must not be added to eight times: the timing goes elsewhere.
+        let scratch = match product.beta != 0.0 {
+            true => Some(self.cuda.allocate(product.rows * product.cols * product.result.bytes(), false)?),
+            false => None,
+        };
+        let into = scratch.as_ref().map_or(c, |scratch| scratch.address);
+        let mut best: Option<(f64, [u64; 8])> = None;
+        let mut refused = None;
+        for data in candidates {
+            let algorithm = sys::cublasLtMatmulAlgo_t { data };
+            // SAFETY: as the caller says; scratch memory is as large as the result.
+            let run = || unsafe { self.run(queue.stream(), product, described, &algorithm, operands, into) };
+            match run().and_then(|()| queue.time(TIMES, run)) {
+                Ok(seconds) if best.is_none_or(|(fastest, _)| seconds < fastest) => {
+                    best = Some((seconds, data))
+                }
+                Ok(_) => {}
+                Err(error) => refused = Some(error),
+            }
+        }
+        if let Some(scratch) = scratch {
+            queue.finish()?;
+            self.cuda.free(scratch);
+        }
+        let Some((_, data)) = best else { return Err(refused.expect("there was a candidate")) };
+        let mut choices = lock(&self.choices);
+        choices.insert(key.into(), data);
+        if let Some(file) = &self.file {
+            let text = serde_json::to_string_pretty(&*choices).expect("text and numbers");
+            // Whole or not at all; a file that cannot be written costs a search next time.
+            let part = file.with_extension(format!("{}.part", std::process::id()));
+            let _kept = std::fs::write(&part, text).and_then(|()| std::fs::rename(&part, file));
+        }
+        Ok(data)
+    }
+}
+
+impl Drop for Products<'_> {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`.
+        unsafe { sys::cublasLtDestroy(self.handle.0) };
+    }
+}
+
+impl Queue<'_> {
+    /// Seconds that a call takes on the card, in the mean of `times`.
+    pub fn time(
+        &self,
+        times: u32,
+        mut call: impl FnMut() -> Result<(), CudaError>,
+    ) -> Result<f64, CudaError> {
+        let cuda = self.cuda();
+        let check = |call, code| match code {
+            driver::CUresult::CUDA_SUCCESS => Ok(()),
+            code => Err(cuda.failed(call, code)),
+        };
+        let (mut events, mut milliseconds) = ([std::ptr::null_mut(); 2], 0.0f32);
+        // SAFETY: events of ours, made, recorded in our stream, waited for and destroyed here.
+        unsafe {
+            for event in &mut events {
+                check("cuEventCreate", driver::cuEventCreate(&raw mut *event, 0))?;
+            }
+            check("cuEventRecord", driver::cuEventRecord(events[0], self.stream()))?;
+            let called = (0..times).try_for_each(|_| call());
+            check("cuEventRecord", driver::cuEventRecord(events[1], self.stream()))?;
+            check("cuEventSynchronize", driver::cuEventSynchronize(events[1]))?;
+            let elapsed = driver::cuEventElapsedTime_v2(&raw mut milliseconds, events[0], events[1]);
+            for event in events {
+                driver::cuEventDestroy_v2(event);
+            }
+            called?;
+            check("cuEventElapsedTime", elapsed)?;
+        }
+        Ok(f64::from(milliseconds) / 1e3 / f64::from(times))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_choice_is_kept_by_all_that_decides_it() {
+        let product = Product {
+            rows: 3,
+            cols: 5,
+            inner: 7,
+            a_transposed: true,
+            b_transposed: false,
+            real: Real::Bf16,
+            result: Real::F32,
+            beta: 1.0,
+            epilogue: Epilogue::None,
+        };
+        assert_eq!(product.key("H200", 130_100), "H200 130100 3x5x7 tn bf16>f32 add ");
+        assert_eq!(product.flops(), 210.0);
+    }
+}
