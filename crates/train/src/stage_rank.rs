@@ -2,6 +2,13 @@
 //!
 //! A stage's mesh has up to two axes: `dp` splits the samples of a microbatch, `tp` splits weights. Everything a stage holds or hands
 //! over is described by a [`Layout`] over that mesh, so that whoever moves it needs to know nothing else.
+//!
+//! Where a model has fewer heads of keys and values than `tp` has ranks, `tp` is cut in two ([`sharing_heads`]): ranks along `kv` have
+//! different ones, ranks along `g` the same. `tp` is then the name of both together:
+//!
+//! ```text
+//! A{dp:2,tp:4}, 2 heads of keys   =   A{dp:2,kv:2,g:2}      keys (kv,_,_)   queries (kv,g,_,_)   hidden columns (kv+g,_)
+//! ```
 
 use std::ops::Range;
 
@@ -35,6 +42,19 @@ impl Along {
     }
 }
 
+/// The axis along which ranks have different heads of keys and values, and the one along which they have the same.
+pub const KV: &str = "kv";
+pub const G: &str = "g";
+
+/// The mesh of a stage whose model has so many heads of keys and values: where `tp` has more ranks, and so many times as many, it is cut
+/// into `kv` and `g`.
+pub fn sharing_heads(mesh: &Mesh, kv_heads: usize) -> Mesh {
+    let tp = mesh.axis_index("tp").map_or(1, |at| mesh.axes()[at].len);
+    let refined = u32::try_from(kv_heads).ok().filter(|kv| *kv > 0 && tp > *kv && tp.is_multiple_of(*kv));
+    let refined = refined.and_then(|kv| mesh.refined("tp", &[(KV, kv), (G, tp / kv)]));
+    refined.unwrap_or_else(|| mesh.clone())
+}
+
 /// A rank of a stage.
 #[derive(Debug, Clone)]
 pub struct StageRank {
@@ -45,7 +65,7 @@ pub struct StageRank {
 impl StageRank {
     /// The rank at `position` of a mesh, row-major.
     pub fn new(mesh: Mesh, position: usize) -> Result<Self, StageRankError> {
-        if let Some(axis) = mesh.axes().iter().find(|a| !["dp", "tp"].contains(&a.name.as_str())) {
+        if let Some(axis) = mesh.axes().iter().find(|a| !["dp", "tp", KV, G].contains(&a.name.as_str())) {
             return Err(StageRankError::Axis { axis: axis.name.clone(), mesh });
         }
         Self::over(mesh, position)
@@ -76,10 +96,23 @@ impl StageRank {
 
     /// Where this rank is along an axis; alone, along one that the mesh does not have.
     pub fn along(&self, axis: &str) -> Along {
-        match self.mesh.axis_index(axis) {
-            Some(i) => Along { rank: self.coord[i] as usize, size: self.mesh.axes()[i].len as usize },
-            None => Along { rank: 0, size: 1 },
-        }
+        self.meant(axis).into_iter().fold(Along { rank: 0, size: 1 }, |along, i| {
+            let len = self.mesh.axes()[i].len as usize;
+            Along { rank: along.rank * len + self.coord[i] as usize, size: along.size * len }
+        })
+    }
+
+    /// The axes of the mesh that a name means: one, or all that `tp` was cut into, or none.
+    fn meant(&self, axis: &str) -> Vec<usize> {
+        let parts = |name: &str| axis == "tp" && [KV, G].contains(&name);
+        let meant = self.mesh.axes().iter().enumerate().filter(|(_, a)| a.name == axis || parts(&a.name));
+        meant.map(|(i, _)| i).collect()
+    }
+
+    /// The names of the axes that some names mean, `+` between them.
+    fn joined<'a>(&self, axes: impl IntoIterator<Item = &'a str>) -> String {
+        let meant = axes.into_iter().flat_map(|axis| self.meant(axis));
+        meant.map(|i| self.mesh.axes()[i].name.as_str()).collect::<Vec<_>>().join("+")
     }
 
     pub fn dp(&self) -> Along {
@@ -90,24 +123,32 @@ impl StageRank {
         self.along("tp")
     }
 
-    /// Weights, split over an axis along one dim or held by everybody.
-    pub fn weight_layout(&self, dtype: DType, shape: &[usize], split: Option<(usize, &str)>) -> Layout {
-        let axis = |d: usize| split.filter(|(dim, _)| *dim == d).map_or("_", |(_, axis)| axis);
-        let dims: Vec<&str> = (0..shape.len()).map(axis).collect();
-        self.layout(dtype, shape, &self.known(&dims), "")
+    /// Weights, with dims that axes split; along other axes everybody has the same.
+    pub fn weight_layout(&self, dtype: DType, shape: &[usize], split: &[(usize, &str)]) -> Layout {
+        let dim = |(d, len): (usize, &usize)| {
+            let Some((_, axis)) = split.iter().find(|(dim, _)| *dim == d) else { return "_".to_string() };
+            let (known, along) = (self.known(&[axis]).remove(0), self.along(axis));
+            let parts = (0..along.size).map(|rank| Along { rank, ..along }.part(*len).end);
+            match self.chunks_nest(axis, *len) {
+                true => known,
+                false => with_cuts(&known, [0].into_iter().chain(parts)),
+            }
+        };
+        let dims: Vec<String> = shape.iter().enumerate().map(dim).collect();
+        self.layout(dtype, shape, &dims, "")
     }
 
-    /// The gradients of weights: every rank along `dp` has summands of them, and where a rank saw only some rows of its samples,
-    /// every rank along the axis that shares them out too.
-    pub fn grad_layout(&self, weights: &Layout, rows_over: Option<&str>) -> Layout {
+    /// The gradients of weights: every rank along `dp` has summands of them, and along other axes where it saw a part of what they
+    /// sum over.
+    pub fn grad_layout(&self, weights: &Layout, summed_over: &[&str]) -> Layout {
         let long = |axis: &&str| self.along(axis).size > 1;
-        let axes: Vec<&str> = ["dp"].into_iter().chain(rows_over).filter(long).collect();
+        let axes = self.joined(["dp"].iter().chain(summed_over).copied().filter(|axis| long(axis)));
         if axes.is_empty() {
             return weights.clone();
         }
         let text = weights.to_string();
         let open = text.strip_suffix(')').expect("a layout ends in a parenthesis");
-        format!("{open} | sum {})", axes.join("+")).parse().expect("a layout with partial sums")
+        format!("{open} | sum {axes})").parse().expect("a layout with partial sums")
     }
 
     /// A tensor of one entry a sample: `[samples, dims..]`, samples split over `dp`.
@@ -129,13 +170,17 @@ impl StageRank {
     ) -> Layout {
         let axes = if sequence_parallel { "dp+tp" } else { "dp" };
         let mut split = self.known(&[axes]).remove(0);
-        if !samples.is_multiple_of(self.dp().size) {
-            // Chunks of rows would cut samples in two.
-            let cuts = self.row_cuts(samples, rows, sequence_parallel);
-            let cuts: Vec<String> = cuts.iter().map(usize::to_string).collect();
-            split = format!("{split}[{}]", cuts.join(","));
+        // Chunks of rows would cut samples in two, or be other chunks.
+        let each = samples / self.dp().size * rows;
+        if !samples.is_multiple_of(self.dp().size) || (sequence_parallel && !self.chunks_nest("tp", each)) {
+            split = with_cuts(&split, self.row_cuts(samples, rows, sequence_parallel));
         }
         self.layout(dtype, &[samples * rows, cols], &[split, "_".into()], "")
+    }
+
+    /// Whether chunks of so many, axis by axis of those that a name means, are chunks over all its ranks at once.
+    fn chunks_nest(&self, axis: &str, len: usize) -> bool {
+        self.meant(axis).len() < 2 || len.is_multiple_of(self.along(axis).size)
     }
 
     /// Where the parts of all ranks begin, and where the last one ends.
@@ -160,8 +205,8 @@ impl StageRank {
     /// The axes of a split that this mesh has, `_` where there is none.
     fn known(&self, splits: &[&str]) -> Vec<String> {
         let keep = |split: &&str| {
-            let axes: Vec<&str> = split.split('+').filter(|a| self.mesh.axis_index(a).is_some()).collect();
-            if axes.is_empty() { "_".to_string() } else { axes.join("+") }
+            let axes = self.joined(split.split('+'));
+            if axes.is_empty() { "_".to_string() } else { axes }
         };
         splits.iter().map(keep).collect()
     }
@@ -171,6 +216,12 @@ impl StageRank {
         let text = format!("{dtype}[{}]@{}({}{partial})", shape.join(","), self.mesh, splits.join(","));
         text.parse().unwrap_or_else(|error| panic!("{text} is no layout: {error}"))
     }
+}
+
+/// A split with its cuts.
+fn with_cuts(split: &str, cuts: impl IntoIterator<Item = usize>) -> String {
+    let cuts: Vec<String> = cuts.into_iter().map(|cut| cut.to_string()).collect();
+    format!("{split}[{}]", cuts.join(","))
 }
 
 /// The dims of a rank's shard, empty ones among them.
@@ -195,13 +246,13 @@ mod tests {
     fn weights_and_their_gradients() {
         let p = place("A{dp:2,tp:3}", 4);
         assert_eq!((p.dp(), p.tp()), (Along { rank: 1, size: 2 }, Along { rank: 1, size: 3 }));
-        let weights = p.weight_layout(DType::F32, &[8, 6], Some((1, "tp")));
+        let weights = p.weight_layout(DType::F32, &[8, 6], &[(1, "tp")]);
         assert_eq!(weights.to_string(), "f32[8,6]@A{dp:2,tp:3}(_,tp)");
-        assert_eq!(p.grad_layout(&weights, None).to_string(), "f32[8,6]@A{dp:2,tp:3}(_,tp | sum dp)");
-        let whole = p.weight_layout(DType::F32, &[8], None);
-        assert_eq!(p.grad_layout(&whole, Some("tp")).to_string(), "f32[8]@A{dp:2,tp:3}(_ | sum dp+tp)");
+        assert_eq!(p.grad_layout(&weights, &[]).to_string(), "f32[8,6]@A{dp:2,tp:3}(_,tp | sum dp)");
+        let whole = p.weight_layout(DType::F32, &[8], &[]);
+        assert_eq!(p.grad_layout(&whole, &["tp"]).to_string(), "f32[8]@A{dp:2,tp:3}(_ | sum dp+tp)");
         assert_eq!(shard_dims(&weights, p.coord()), [8, 2]);
-        let few = p.weight_layout(DType::F32, &[8, 1], Some((1, "tp")));
+        let few = p.weight_layout(DType::F32, &[8, 1], &[(1, "tp")]);
         assert_eq!(shard_dims(&few, p.coord()), [8, 0]);
     }
 
@@ -212,8 +263,35 @@ mod tests {
         assert_eq!(p.row_layout(DType::F64, 4, 5, 6, true).to_string(), "f64[20,6]@B{tp:2}(tp,_)");
         assert_eq!(p.loss_layout().to_string(), "f64[]@B{tp:2}()");
         let p = place("C{dp:2}", 1);
-        assert_eq!(p.weight_layout(DType::F64, &[4], Some((0, "tp"))).to_string(), "f64[4]@C{dp:2}(_)");
+        assert_eq!(p.weight_layout(DType::F64, &[4], &[(0, "tp")]).to_string(), "f64[4]@C{dp:2}(_)");
         assert_eq!(p.loss_layout().to_string(), "f64[]@C{dp:2}(| sum dp)");
+    }
+
+    #[test]
+    fn heads_that_are_few_cut_tp_in_two() {
+        let cut = |mesh: &str, kv| sharing_heads(&mesh.parse().unwrap(), kv).to_string();
+        assert_eq!(cut("A{dp:2,tp:4}", 2), "A{dp:2,kv:2,g:2}");
+        assert_eq!(cut("A{tp:6,dp:2}", 3), "A{kv:3,g:2,dp:2}");
+        for (mesh, kv) in
+            [("A{dp:2,tp:4}", 4), ("A{tp:4}", 5), ("A{tp:4}", 3), ("A{dp:4}", 1), ("A{tp:4}", 0)]
+        {
+            assert_eq!(cut(mesh, kv), mesh);
+        }
+        let p = place("A{dp:2,kv:2,g:3}", 10);
+        assert_eq!((p.dp(), p.tp()), (Along { rank: 1, size: 2 }, Along { rank: 4, size: 6 }));
+        assert_eq!((p.along(KV), p.along(G)), (Along { rank: 1, size: 2 }, Along { rank: 1, size: 3 }));
+        let queries = p.weight_layout(DType::F32, &[2, 4, 5], &[(0, KV), (1, G)]);
+        assert_eq!(queries.to_string(), "f32[2,4,5]@A{dp:2,kv:2,g:3}(kv,g,_)");
+        let keys = p.weight_layout(DType::F32, &[2, 5], &[(0, KV)]);
+        assert_eq!(p.grad_layout(&keys, &[G]).to_string(), "f32[2,5]@A{dp:2,kv:2,g:3}(kv,_ | sum dp+g)");
+        let hidden = p.weight_layout(DType::F32, &[7], &[(0, "tp")]);
+        assert_eq!(hidden.to_string(), "f32[7]@A{dp:2,kv:2,g:3}(kv+g[0,2,4,6,7,7,7])");
+        let even = p.weight_layout(DType::F32, &[12], &[(0, "tp")]);
+        assert_eq!(even.to_string(), "f32[12]@A{dp:2,kv:2,g:3}(kv+g)");
+        assert_eq!(
+            p.row_layout(DType::F32, 4, 5, 6, true).to_string(),
+            "f32[20,6]@A{dp:2,kv:2,g:3}(dp+kv+g[0,2,4,6,8,10,10,12,14,16,18,20,20],_)"
+        );
     }
 
     #[test]

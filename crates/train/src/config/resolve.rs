@@ -8,17 +8,18 @@ use crossmesh_core::id::Rank;
 use crossmesh_core::schedule::{GenerateError, Hop, Placement, Schedule, Spec, StageCost, generate};
 use crossmesh_core::step::PassTimes;
 
-use crate::chain::{Model, Shape, Tensor};
+use crate::chain::{Model, Setup, Shape, Tensor};
 use crate::job::{Job, Team};
 use crate::kernels::Kernels;
 use crate::models;
 use crate::models::gpt::{Gpt, GptConfig};
 use crate::models::unet::Unet;
 use crate::stage::{Recompute, Role};
+use crate::stage_rank::StageRank;
 
 use super::cut::{Balance, cut};
 use super::error::ConfigError;
-use super::typed::ModelKind;
+use super::typed::{ModelKind, StageSection};
 use super::work::{UnitWork, unit_work};
 use super::{Config, value};
 
@@ -89,6 +90,7 @@ pub fn resolve(
     let times = times(config, &work, &stages, &placement, &teams);
     let hop = hop_seconds(config, &model, &stages, &cluster);
     let schedule = schedule(config, &times, hop)?;
+    let teams = shared_out(config, &model, teams)?;
     let job = Job {
         schedule,
         stages,
@@ -170,6 +172,22 @@ fn teams(config: &Config) -> Result<Vec<Team>, ConfigError> {
         teams.push(Team { mesh: stage.mesh.clone(), ranks, sequence_parallel: stage.sequence_parallel });
     }
     Ok(teams)
+}
+
+/// With the meshes that the model's layers share their weights out over.
+fn shared_out(config: &Config, model: &AnyModel, teams: Vec<Team>) -> Result<Vec<Team>, ConfigError> {
+    let model = model.with_kernels::<crate::kernels::cpu::Cpu<f32>>();
+    let shared_out = |(team, stage): (Team, &StageSection)| {
+        let mesh = model.mesh(&team.mesh);
+        let refused = |reason: String, hint: &str| config.stage_error(stage.table, "mesh", reason, hint);
+        let place = StageRank::new(mesh.clone(), 0).map_err(|error| refused(error.to_string(), ""))?;
+        let setup = Setup { place, ..Setup::alone(1, 0) };
+        model.check(&setup).map_err(|models::ConfigError::Value { key, value, reason, hint }| {
+            refused(format!("model.{key} = {value}: {reason}"), &hint)
+        })?;
+        Ok(Team { mesh, ..team })
+    };
+    teams.into_iter().zip(&config.stages).map(shared_out).collect()
 }
 
 fn spec(config: &Config) -> Spec {

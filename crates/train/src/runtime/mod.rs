@@ -44,6 +44,7 @@ use crate::optim::Optimizer;
 use crate::parameter::{Parameter, initial};
 use crate::record::{Peak, StepRecord};
 use crate::stage::Stage as _;
+use crate::stage_rank::G;
 use crate::wiring::{Wiring, setup};
 use calls::{Calls, Desk, Urgency};
 use passes::{Passes, RankStage};
@@ -323,11 +324,11 @@ fn groups(
     position: usize,
 ) -> Result<Groups, TrainError> {
     let team = &job.teams[device.index()];
-    let along = |axis: &str| -> Vec<Rank> {
+    let along = |belongs: &dyn Fn(&str) -> bool| -> Vec<Rank> {
         let me = team.mesh.coord(position);
         let same = |other: &Vec<u32>| {
             let axes = team.mesh.axes().iter().zip(me.iter().zip(other));
-            axes.into_iter().all(|(a, (x, y))| a.name == axis || x == y)
+            axes.into_iter().all(|(a, (x, y))| belongs(&a.name) || x == y)
         };
         let positions = (0..team.mesh.len()).filter(|p| same(&team.mesh.coord(*p)));
         positions.map(|p| team.ranks[p]).collect()
@@ -338,9 +339,10 @@ fn groups(
             _ => Ok(Some(comm.group(ranks)?)),
         }
     };
-    let (tp, dp) = (group(&along("tp"))?, group(&along("dp"))?);
+    let (tp, dp) = (group(&along(&|axis| axis != "dp"))?, group(&along(&|axis| axis == "dp"))?);
+    let shared = group(&along(&|axis| axis == "dp" || axis == G))?;
     let (mesh, world) = (group(&team.ranks)?, group(&job.ranks())?);
-    Ok(Groups { tp, dp, mesh, world })
+    Ok(Groups { tp, dp, shared, mesh, world })
 }
 
 fn tied_buffers(

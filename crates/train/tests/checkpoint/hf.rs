@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crossmesh_core::id::Rank;
 use crossmesh_core::mesh::Mesh;
-use crossmesh_train::chain::{Chain, Setup};
+use crossmesh_train::chain::{Chain, Model, Setup};
 use crossmesh_train::checkpoint::{
     Checkpoint, Convert, Facts, Moments, Sharding, Snapshot, StageState, StageTarget, hf,
 };
@@ -38,7 +38,8 @@ fn parameters(config: &GptConfig, place: &StageRank) -> Vec<Parameter> {
 
 /// A model as it starts, saved on a mesh.
 fn saved(config: &GptConfig, mesh: &str, folder: &Path) -> PathBuf {
-    let mesh: Mesh = mesh.parse().unwrap();
+    let model = Gpt::new(config.clone()).unwrap();
+    let mesh: Mesh = Model::<Cpu<f32>>::mesh(&model, &mesh.parse().unwrap());
     let store = store(folder, 1);
     let report = |position: usize| {
         let place = StageRank::new(mesh.clone(), position).unwrap();
@@ -81,6 +82,9 @@ fn there_and_back() {
     for config in [config(true), config(false), llama(None), GptConfig { tied: true, ..llama(Some(scaling)) }]
     {
         let folder = tempfile::tempdir().unwrap();
+        // Ranks that share heads of keys save them once.
+        let shared = saved(&config, "A{dp:2,tp:6}", &folder.path().join("shared"));
+        assert_eq!(loaded(&config, &shared), start(&config));
         let path = saved(&config, "A{dp:2,tp:3}", &folder.path().join("a"));
         let exported =
             hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out"), None).unwrap();
