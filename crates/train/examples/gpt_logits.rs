@@ -95,7 +95,7 @@ fn named<T: Scalar>(p: &Parameter, flat: &[T]) -> String {
 /// Of every row of every sample.
 fn logits<T: Scalar>(config: &GptConfig, params: &Buf<T>, tokens: &[i32]) -> Vec<T> {
     let model = Gpt::new(config.clone()).expect("a model");
-    let units = model.reading::<Cpu<T>>(config.context);
+    let units = model.reading::<Cpu<T>>(config.context, 0..config.layers + 2, &StageRank::alone()).0;
     let kernels = Cpu::new(1);
     let groups: [Arc<dyn Group<Buf<T>>>; 1] = [Arc::new(Alone)];
     let microbatch = Microbatch { id: MicrobatchId(0), step: 0, first_sample: 0, batch_samples: 1 };

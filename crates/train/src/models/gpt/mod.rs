@@ -22,9 +22,9 @@ use crate::graph::{Builder, Unit};
 use crate::kernels::Kernels;
 use crate::models::branch::team;
 use crate::models::{ConfigError, few, positive, product};
-use crate::parameter::Parameters;
+use crate::parameter::{Parameter, Parameters};
 use crate::stage::Role;
-use crate::stage_rank::{KV, sharing_heads};
+use crate::stage_rank::{KV, StageRank, sharing_heads};
 use rotary::RotaryConfig;
 use units::Units;
 
@@ -176,9 +176,15 @@ impl Gpt {
         Ok(blocks.iter().enumerate().map(stage).collect())
     }
 
-    /// The units that read `rows` rows of one sample, on one rank, and say what may come next.
-    pub fn reading<K: Kernels>(&self, rows: usize) -> Vec<Unit<K>> {
-        let setup = Setup::alone(1, 0);
+    /// The units `range` of those that read `rows` rows of one sample and say what may come next, as a rank holds them; and their parameters, which are
+    /// the same for any number of rows.
+    pub fn reading<K: Kernels>(
+        &self,
+        rows: usize,
+        range: Range<usize>,
+        place: &StageRank,
+    ) -> (Vec<Unit<K>>, Vec<Parameter>) {
+        let setup = Setup { place: place.clone(), ..Setup::alone(1, 0) };
         let mut parameters = Parameters::new::<K::Real>(&setup.place);
         let last = self.config.layers + 1;
         let mut unit = |unit: usize| {
@@ -190,15 +196,18 @@ impl Gpt {
             };
             Unit::new(graph, setup.recompute)
         };
-        (0..=last).map(&mut unit).collect()
+        let units = range.map(&mut unit).collect();
+        (units, parameters.into_list())
     }
 
-    /// Columns of keys, and of values, of a layer.
-    pub fn kv_width(&self) -> usize {
-        match self.config.family {
-            Family::Gpt2 => self.config.width,
-            Family::Llama { kv_heads, .. } => kv_heads * (self.config.width / self.config.heads),
-        }
+    /// Columns of keys, and of values, of a layer that a rank has.
+    pub fn kv_width(&self, place: &StageRank) -> usize {
+        let kv_heads = match self.config.family {
+            Family::Gpt2 => self.config.heads,
+            Family::Llama { kv_heads, .. } => kv_heads,
+        };
+        let axis = if place.mesh().axis_index(KV).is_some() { KV } else { "tp" };
+        place.along(axis).part(kv_heads).len() * (self.config.width / self.config.heads)
     }
 
     fn hidden_state(&self) -> Tensor {
