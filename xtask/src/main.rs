@@ -128,11 +128,14 @@ fn python() -> Result<()> {
             "numpy>=2",
         ]))?;
     }
+    let has = |package: &str| {
+        let there = Command::new(program("python")).args(["-c", &format!("import {package}")]).output();
+        there.is_ok_and(|out| out.status.success())
+    };
     for (package, what) in
         [("jax", "layouts of shardings"), ("torch", "layouts of DTensors and the executor")]
     {
-        let there = Command::new(program("python")).args(["-c", &format!("import {package}")]).output();
-        if there.is_ok_and(|out| out.status.success()) {
+        if has(package) {
             continue;
         }
         let installed = say_and_run(Command::new(program("pip")).args(["install", "-q", package]));
@@ -143,6 +146,12 @@ fn python() -> Result<()> {
     let mut develop = Command::new(program("maturin"));
     say_and_run(develop.args(["develop", "-q"]).env("VIRTUAL_ENV", &folder))?;
     say_and_run(Command::new(program("python")).args(["-m", "pytest"]))?;
+    if has("torch") {
+        cargo(&["build", "-q", "-p", "crossmesh-train", "--example", "gpt_logits"])?;
+        say_and_run(Command::new(program("python")).args(["tests/torch_llama.py", "target/debug"]))?;
+    } else {
+        eprintln!("==\n== SKIPPED: torch is not there; Llama is not held against it\n==");
+    }
     let wheels = root().join("target/wheels");
     let mut build = Command::new(program("maturin"));
     say_and_run(build.args(["build", "-q", "--out"]).arg(&wheels).env("VIRTUAL_ENV", &folder))?;

@@ -79,6 +79,29 @@ impl Mesh {
         self.axes.iter().zip(coord).fold(0, |at, (axis, &c)| at * axis.len as usize + c as usize)
     }
 
+    /// The same ranks with one axis cut into several, major first.
+    ///
+    /// ```
+    /// # use crossmesh_core::mesh::Mesh;
+    /// let mesh: Mesh = "A{dp:2,tp:6}".parse().unwrap();
+    /// let refined = mesh.refined("tp", &[("kv", 3), ("g", 2)]).unwrap();
+    /// assert_eq!(refined.to_string(), "A{dp:2,kv:3,g:2}");
+    /// assert_eq!((mesh.coord(9), refined.coord(9)), (vec![1, 3], vec![1, 1, 1]));
+    /// assert_eq!(mesh.refined("tp", &[("kv", 4)]), None); // 4 is not 6
+    /// ```
+    pub fn refined(&self, axis: &str, parts: &[(&str, u32)]) -> Option<Self> {
+        let at = self.axis_index(axis)?;
+        let len = parts.iter().try_fold(1u32, |len, (_, part)| len.checked_mul(*part))?;
+        let known = |name: &str| self.axes.iter().any(|a| a.name == name && a.name != axis);
+        if len != self.axes[at].len || parts.iter().any(|(name, _)| known(name)) {
+            return None;
+        }
+        let mut mesh = self.clone();
+        let parts = parts.iter().map(|(name, len)| Axis { name: (*name).into(), len: *len });
+        mesh.axes.splice(at..=at, parts);
+        (mesh.axes.len() <= MAX_AXES).then_some(mesh)
+    }
+
     pub fn axis_index(&self, name: &str) -> Option<usize> {
         self.axes.iter().position(|a| a.name == name)
     }

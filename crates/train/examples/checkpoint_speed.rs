@@ -27,10 +27,9 @@ fn parameters(place: &StageRank, count: usize) -> Vec<Parameter> {
     let mut parameters = Parameters::new::<f32>(place);
     for i in 0..count {
         let (name, init) = (format!("h.{i}.weight"), Init::Zeros);
-        let (shape, split) = (&[1024, 1024][..], Some(i % 2));
-        let (decay, rows_over) = (true, None);
-        let split = split.map(|dim| (dim, "tp"));
-        parameters.declare(Declaration { name, shape, split, init, decay, rows_over });
+        let (shape, split) = (&[1024, 1024][..], [(i % 2, "tp")]);
+        let (decay, summed_over) = (true, &[][..]);
+        parameters.declare(Declaration { name, shape, split: &split, init, decay, summed_over });
     }
     parameters.into_list()
 }

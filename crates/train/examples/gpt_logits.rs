@@ -1,12 +1,13 @@
 //! What a GPT-2 or a Llama from a checkpoint says about tokens: logits, loss and gradients as JSON. For comparing with other programs.
 //!
 //! ```text
-//! cargo run -p crossmesh-train --example gpt_logits -- CHECKPOINT TOKEN,TOKEN,.. [--gradients]
-//! cargo run -p crossmesh-train --example gpt_logits -- --new FOLDER VOCAB,CONTEXT,WIDTH,LAYERS,HEADS,HIDDEN[,KV_HEADS] [--untied]
+//! cargo run -p crossmesh-train --example gpt_logits -- CHECKPOINT TOKEN,TOKEN,.. [--gradients] [--weights] [--f64]
+//! cargo run -p crossmesh-train --example gpt_logits -- --new FOLDER VOCAB,CONTEXT,WIDTH,LAYERS,HEADS,HIDDEN[,KV_HEADS] [--untied] [--scaled]
 //! ```
 //!
 //! There are as many tokens as the model's context, or a multiple of it: several samples. Gradients are those of training, dropout included. The loss is that of the next token, and of the first behind
-//! the last. `--new` makes a checkpoint of an untrained model whose weights matter: none is zero or one.
+//! the last. `--f64` computes in double precision. `--new` makes a checkpoint of an untrained model whose weights matter: none is zero or one;
+//! `--scaled` gives a Llama rotary positions with Llama 3.1's scaling, of an old context of 16.
 #![allow(clippy::print_stdout)]
 
 use std::num::NonZeroUsize;
@@ -22,29 +23,31 @@ use crossmesh_train::group::{Alone, Group};
 use crossmesh_train::kernels::Kernels;
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::kernels::random::Stream;
-use crossmesh_train::models::gpt::{Gpt, GptConfig};
+use crossmesh_train::kernels::scalar::Scalar;
+use crossmesh_train::models::gpt::rotary::Llama3Scaling;
+use crossmesh_train::models::gpt::{Family, Gpt, GptConfig};
 use crossmesh_train::parameter::Parameter;
 use crossmesh_train::stage::{Microbatch, MicrobatchId, Stage, Value};
 use crossmesh_train::stage_rank::StageRank;
 
-type Buf = HostBuf<f32>;
+type Buf<T> = HostBuf<T>;
 
 /// A stage of some units, with its weights.
-struct Piece {
-    chain: Chain<Cpu<f32>>,
-    params: Buf,
+struct Piece<T: Scalar> {
+    chain: Chain<Cpu<T>>,
+    params: Buf<T>,
 }
 
-fn piece(
+fn piece<T: Scalar>(
     config: &GptConfig,
     units: std::ops::Range<usize>,
     samples: usize,
     checkpoint: Option<&Checkpoint>,
-) -> Piece {
+) -> Piece<T> {
     let model = Gpt::new(config.clone()).expect("a model");
     let setup = Setup::alone(samples, 0);
     let chain = Chain::new(&model, units, Arc::new(Cpu::new(1)), Arc::new(Alone), setup).expect("a stage");
-    let mut params = vec![0.0; chain.parameters().last().map_or(0, |p| p.range.end)];
+    let mut params = vec![T::ZERO; chain.parameters().last().map_or(0, |p| p.range.end)];
     if let Some(checkpoint) = checkpoint {
         let (parameters, place) = (chain.parameters(), &StageRank::alone());
         let target = StageTarget::of_weights(parameters, place, &mut params);
@@ -53,11 +56,11 @@ fn piece(
     Piece { chain, params: params.into() }
 }
 
-fn print_logits(path: &Path, tokens: &[i32], gradients: bool) {
+fn print_logits<T: Scalar>(path: &Path, tokens: &[i32], (gradients, weights): (bool, bool)) {
     let checkpoint = Checkpoint::open(path).unwrap_or_else(|error| panic!("{error}"));
     let config = hf::decoder_config(&checkpoint).unwrap_or_else(|error| panic!("{error}"));
     let samples = tokens.len() / config.context;
-    let mut whole = piece(&config, 0..config.layers + 2, samples, Some(&checkpoint));
+    let mut whole = piece::<T>(&config, 0..config.layers + 2, samples, Some(&checkpoint));
     let mut targets = tokens.to_vec();
     targets.rotate_left(1);
     let inputs = || vec![Value::Ids(tokens.to_vec()), Value::Ids(targets.clone())];
@@ -73,20 +76,28 @@ fn print_logits(path: &Path, tokens: &[i32], gradients: bool) {
     if gradients {
         chain.forward(microbatch, &mut &*params, inputs()).expect("F");
         chain.backward_input(id, &mut &*params, vec![]).expect("B");
-        let mut sums: Buf = vec![0.0; params.len()].into();
+        let mut sums: Buf<T> = vec![T::ZERO; params.len()].into();
         chain.backward_weight(id, &mut &mut sums).expect("W");
-        let of = |p: &Parameter| format!("\"{}\": {:?}", p.name, &sums[p.range.clone()]);
-        grads = chain.parameters().iter().map(of).collect();
+        grads = chain.parameters().iter().map(|p| named(p, &sums)).collect();
     }
-    println!("{{\"loss\": {loss:?}, \"gradients\": {{{}}}, \"logits\": {logits:?}}}", grads.join(", "));
+    let weights: Vec<String> =
+        chain.parameters().iter().filter(|_| weights).map(|p| named(p, params)).collect();
+    let (grads, weights) = (grads.join(", "), weights.join(", "));
+    println!(
+        "{{\"loss\": {loss:?}, \"gradients\": {{{grads}}}, \"weights\": {{{weights}}}, \"logits\": {logits:?}}}"
+    );
+}
+
+fn named<T: Scalar>(p: &Parameter, flat: &[T]) -> String {
+    format!("\"{}\": {:?}", p.name, &flat[p.range.clone()])
 }
 
 /// Of every row of every sample.
-fn logits(config: &GptConfig, params: &Buf, tokens: &[i32]) -> Vec<f32> {
+fn logits<T: Scalar>(config: &GptConfig, params: &Buf<T>, tokens: &[i32]) -> Vec<T> {
     let model = Gpt::new(config.clone()).expect("a model");
-    let units = model.reading::<Cpu<f32>>(config.context);
+    let units = model.reading::<Cpu<T>>(config.context, 0..config.layers + 2, &StageRank::alone()).0;
     let kernels = Cpu::new(1);
-    let groups: [Arc<dyn Group<Buf>>; 1] = [Arc::new(Alone)];
+    let groups: [Arc<dyn Group<Buf<T>>>; 1] = [Arc::new(Alone)];
     let microbatch = Microbatch { id: MicrobatchId(0), step: 0, first_sample: 0, batch_samples: 1 };
     let of_sample = |tokens: &[i32]| {
         let ctx = Ctx {
@@ -108,7 +119,7 @@ fn logits(config: &GptConfig, params: &Buf, tokens: &[i32]) -> Vec<f32> {
 }
 
 /// Saves an untrained model; norms and biases are random too.
-fn new(folder: &str, sizes: &str, tied: bool) {
+fn new(folder: &str, sizes: &str, tied: bool, scaled: bool) {
     let sizes: Vec<usize> = sizes.split(',').map(|n| n.parse().expect("a size")).collect();
     let config = match sizes[..] {
         [vocab, context, width, layers, heads, hidden] => {
@@ -119,8 +130,12 @@ fn new(folder: &str, sizes: &str, tied: bool) {
         }
         _ => panic!("six sizes, or seven"),
     };
-    let (layers, config) = (config.layers, GptConfig { tied, ..config });
-    let piece = piece(&config, 0..layers + 2, 1, None);
+    let (layers, mut config) = (config.layers, GptConfig { tied, ..config });
+    if let Family::Llama { rotary, .. } = &mut config.family {
+        let scaling = Llama3Scaling { factor: 8.0, low: 1.0, high: 4.0, old_context: 16.0 };
+        rotary.scaling = scaled.then_some(scaling);
+    }
+    let piece = piece::<f32>(&config, 0..layers + 2, 1, None);
     let mut values = vec![0.0; piece.params.len()];
     let fill = |p: &Parameter, values: &mut [f32]| {
         let (stream, around) = (
@@ -144,11 +159,16 @@ fn new(folder: &str, sizes: &str, tied: bool) {
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     match &args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["--new", folder, sizes] => new(folder, sizes, true),
-        ["--new", folder, sizes, "--untied"] => new(folder, sizes, false),
-        [path, tokens, rest @ ..] => {
+        ["--new", folder, sizes, flags @ ..] => {
+            new(folder, sizes, !flags.contains(&"--untied"), flags.contains(&"--scaled"));
+        }
+        [path, tokens, flags @ ..] => {
             let tokens: Vec<i32> = tokens.split(',').map(|t| t.parse().expect("a token")).collect();
-            print_logits(Path::new(path), &tokens, *rest == ["--gradients"]);
+            let what = (flags.contains(&"--gradients"), flags.contains(&"--weights"));
+            match flags.contains(&"--f64") {
+                true => print_logits::<f64>(Path::new(path), &tokens, what),
+                false => print_logits::<f32>(Path::new(path), &tokens, what),
+            }
         }
         _ => panic!("a checkpoint and tokens, or --new, a folder and sizes"),
     }

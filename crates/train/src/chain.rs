@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use crossmesh_core::dtype::DType;
 use crossmesh_core::layout::Layout;
+use crossmesh_core::mesh::Mesh;
 
 use crate::flat::{Buckets, Flat, Gradients, Weights};
 use crate::graph::budget::within;
@@ -118,6 +119,10 @@ impl<B: Buffer> Flow<B> {
 /// A model: units in order.
 pub trait Model<K: Kernels> {
     fn num_units(&self) -> usize;
+    /// The mesh of a stage, with the axes by which the model's layers share out their weights.
+    fn mesh(&self, mesh: &Mesh) -> Mesh {
+        mesh.clone()
+    }
     /// Whether the model can be set up so.
     fn check(&self, _setup: &Setup) -> Result<(), ConfigError> {
         Ok(())

@@ -130,12 +130,12 @@ impl Weight {
 pub struct Declaration<'a> {
     pub name: String,
     pub shape: &'a [usize],
-    /// A dim that is split, and the axis that splits it.
-    pub split: Option<(usize, &'a str)>,
+    /// Dims that are split, and the axes that split them.
+    pub split: &'a [(usize, &'a str)],
     pub init: Init,
     pub decay: bool,
-    /// The axis along which a rank sees only some of the rows that the gradient sums over.
-    pub rows_over: Option<&'a str>,
+    /// Axes along which a rank sees only a part of what the gradient sums over.
+    pub summed_over: &'a [&'a str],
 }
 
 /// Lays out the parameters of a stage while its layers are made.
@@ -157,7 +157,7 @@ impl<'a> Parameters<'a> {
 
     /// A new weight behind the others; or the one of this name, if there is one already.
     pub fn declare(&mut self, declaration: Declaration<'_>) -> Weight {
-        let Declaration { name, shape, split, init, decay, rows_over } = declaration;
+        let Declaration { name, shape, split, init, decay, summed_over } = declaration;
         let layout = self.place.weight_layout(self.dtype, shape, split);
         let dims = shard_dims(&layout, self.place.coord());
         if let Some(known) = self.by_name.get(&name).map(|at| &self.list[*at]) {
@@ -167,7 +167,7 @@ impl<'a> Parameters<'a> {
         }
         let start = self.end();
         let weight = Weight { start, dims };
-        let grad = self.place.grad_layout(&layout, rows_over);
+        let grad = self.place.grad_layout(&layout, summed_over);
         let range = start..start + weight.len();
         self.by_name.insert(name.clone(), self.list.len());
         self.list.push(Parameter { name, layout, grad, range, init, decay });
@@ -202,9 +202,10 @@ mod tests {
         let normal = Init::Normal { deviation: 0.5 };
         for (name, split) in [("a", Some(0)), ("b", Some(1)), ("c", None), ("a", Some(0))] {
             let name = name.to_string();
-            let (init, decay, rows_over) = (normal, true, None);
-            let split = split.map(|dim| (dim, "tp"));
-            parameters.declare(Declaration { name, shape: &[5, 4], split, init, decay, rows_over });
+            let (init, decay, summed_over) = (normal, true, &[][..]);
+            let split: Vec<_> = split.map(|dim| (dim, "tp")).into_iter().collect();
+            let shape = &[5, 4];
+            parameters.declare(Declaration { name, shape, split: &split, init, decay, summed_over });
         }
         parameters.into_list()
     }

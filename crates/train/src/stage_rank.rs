@@ -3,6 +3,13 @@
 //! A stage's mesh has data axes, over which the samples of a microbatch are split (`dp`; or `dpo` and `dpi`, where gradients or weights are to be dealt
 //! out over one of them alone), and `tp`, which splits weights. Everything a stage holds or hands over is described by a [`Layout`] over that mesh,
 //! so that whoever moves it needs to know nothing else.
+//!
+//! Where a model has fewer heads of keys and values than `tp` has ranks, `tp` is cut in two ([`sharing_heads`]): ranks along `kv` have
+//! different ones, ranks along `g` the same. `tp` is then the name of both together, as `dp` is the name of all data axes:
+//!
+//! ```text
+//! A{dp:2,tp:4}, 2 heads of keys   =   A{dp:2,kv:2,g:2}      keys (kv,_,_)   queries (kv,g,_,_)   hidden columns (kv+g,_)
+//! ```
 
 use std::ops::Range;
 
@@ -38,6 +45,18 @@ impl Along {
 
 /// The axes over which samples are split, however a mesh orders them.
 pub const DATA_AXES: [&str; 3] = ["dp", "dpo", "dpi"];
+/// The axis along which ranks have different heads of keys and values, and the one along which they have the same.
+pub const KV: &str = "kv";
+pub const G: &str = "g";
+
+/// The mesh of a stage whose model has so many heads of keys and values: where `tp` has more ranks, and so many times as many, it is cut
+/// into `kv` and `g`.
+pub fn sharing_heads(mesh: &Mesh, kv_heads: usize) -> Mesh {
+    let tp = mesh.axis_index("tp").map_or(1, |at| mesh.axes()[at].len);
+    let refined = u32::try_from(kv_heads).ok().filter(|kv| *kv > 0 && tp > *kv && tp.is_multiple_of(*kv));
+    let refined = refined.and_then(|kv| mesh.refined("tp", &[(KV, kv), (G, tp / kv)]));
+    refined.unwrap_or_else(|| mesh.clone())
+}
 
 /// A rank of a stage.
 #[derive(Debug, Clone)]
@@ -49,9 +68,8 @@ pub struct StageRank {
 impl StageRank {
     /// The rank at `position` of a mesh, row-major.
     pub fn new(mesh: Mesh, position: usize) -> Result<Self, StageRankError> {
-        if let Some(axis) =
-            mesh.axes().iter().find(|a| a.name != "tp" && !DATA_AXES.contains(&a.name.as_str()))
-        {
+        let known = |name: &str| name == "tp" || [KV, G].contains(&name) || DATA_AXES.contains(&name);
+        if let Some(axis) = mesh.axes().iter().find(|a| !known(&a.name)) {
             return Err(StageRankError::Axis { axis: axis.name.clone(), mesh });
         }
         Self::over(mesh, position)
@@ -82,24 +100,44 @@ impl StageRank {
 
     /// Where this rank is along an axis; alone, along one that the mesh does not have.
     pub fn along(&self, axis: &str) -> Along {
-        match self.mesh.axis_index(axis) {
-            Some(i) => Along { rank: self.coord[i] as usize, size: self.mesh.axes()[i].len as usize },
-            None => Along { rank: 0, size: 1 },
-        }
+        self.meant(axis).into_iter().fold(Along { rank: 0, size: 1 }, |along, i| {
+            let len = self.mesh.axes()[i].len as usize;
+            Along { rank: along.rank * len + self.coord[i] as usize, size: along.size * len }
+        })
+    }
+
+    /// The axes of the mesh that a name means: one, or all that `tp` was cut into, or all data axes, or none.
+    pub fn meant(&self, axis: &str) -> Vec<usize> {
+        let parts = |name: &str| match axis {
+            "tp" => [KV, G].contains(&name),
+            "dp" => DATA_AXES.contains(&name),
+            _ => false,
+        };
+        let meant = self.mesh.axes().iter().enumerate().filter(|(_, a)| a.name == axis || parts(&a.name));
+        meant.map(|(i, _)| i).collect()
+    }
+
+    /// The names of the axes that some names mean, `+` between them.
+    fn joined<'a>(&self, axes: impl IntoIterator<Item = &'a str>) -> String {
+        let meant = axes.into_iter().flat_map(|axis| self.meant(axis));
+        meant.map(|i| self.mesh.axes()[i].name.as_str()).collect::<Vec<_>>().join("+")
+    }
+
+    /// The same without axes of one rank, along which there is nothing to sum up.
+    fn summed<'a>(&self, axes: impl IntoIterator<Item = &'a str>) -> String {
+        let long = |i: &usize| self.mesh.axes()[*i].len > 1;
+        let meant = axes.into_iter().flat_map(|axis| self.meant(axis)).filter(long);
+        meant.map(|i| self.mesh.axes()[i].name.as_str()).collect::<Vec<_>>().join("+")
     }
 
     /// Among all ranks along the data axes, row-major.
     pub fn dp(&self) -> Along {
-        self.data_axes().iter().fold(Along { rank: 0, size: 1 }, |along, &axis| {
-            let len = self.mesh.axes()[axis].len as usize;
-            Along { rank: along.rank * len + self.coord[axis] as usize, size: along.size * len }
-        })
+        self.along("dp")
     }
 
     /// The data axes, by their places in the mesh.
     pub fn data_axes(&self) -> Vec<usize> {
-        let axes = self.mesh.axes().iter().enumerate();
-        axes.filter(|(_, a)| DATA_AXES.contains(&a.name.as_str())).map(|(i, _)| i).collect()
+        self.meant("dp")
     }
 
     /// Where the ranks stand that differ from this one along some axes only, itself among them, in the mesh's order.
@@ -109,43 +147,46 @@ impl StageRank {
         (0..self.mesh.len()).map(|position| self.mesh.coord(position)).filter(alike).collect()
     }
 
-    /// The data axes in a layout's words: `dp`, or `dpo+dpi`.
-    fn data(&self) -> String {
-        let names: Vec<&str> = self.data_axes().iter().map(|&i| self.mesh.axes()[i].name.as_str()).collect();
-        names.join("+")
-    }
-
     pub fn tp(&self) -> Along {
         self.along("tp")
     }
 
-    /// Weights, split over an axis along one dim or held by everybody.
-    pub fn weight_layout(&self, dtype: DType, shape: &[usize], split: Option<(usize, &str)>) -> Layout {
-        let axis = |d: usize| split.filter(|(dim, _)| *dim == d).map_or("_", |(_, axis)| axis);
-        let dims: Vec<&str> = (0..shape.len()).map(axis).collect();
-        self.layout(dtype, shape, &self.known(&dims), "")
+    /// Weights, with dims that axes split; along other axes everybody has the same.
+    pub fn weight_layout(&self, dtype: DType, shape: &[usize], split: &[(usize, &str)]) -> Layout {
+        let dim = |(d, len): (usize, &usize)| {
+            let Some((_, axis)) = split.iter().find(|(dim, _)| *dim == d) else { return "_".to_string() };
+            let (known, along) = (self.known(&[axis]).remove(0), self.along(axis));
+            let parts = (0..along.size).map(|rank| Along { rank, ..along }.part(*len).end);
+            match self.chunks_nest(axis, *len) {
+                true => known,
+                false => with_cuts(&known, [0].into_iter().chain(parts)),
+            }
+        };
+        let dims: Vec<String> = shape.iter().enumerate().map(dim).collect();
+        self.layout(dtype, shape, &dims, "")
     }
 
-    /// The gradients of weights: every rank along `dp` has summands of them, and where a rank saw only some rows of its samples,
-    /// every rank along the axis that shares them out too.
-    pub fn grad_layout(&self, weights: &Layout, rows_over: Option<&str>) -> Layout {
-        let long = |axis: &&str| self.along(axis).size > 1;
-        let data = self.data();
-        let axes: Vec<&str> = data.split('+').chain(rows_over).filter(long).collect();
+    /// The gradients of weights: every rank along `dp` has summands of them, and along other axes where it saw a part of what they
+    /// sum over.
+    pub fn grad_layout(&self, weights: &Layout, summed_over: &[&str]) -> Layout {
+        let axes = self.summed(["dp"].iter().chain(summed_over).copied());
         if axes.is_empty() {
             return weights.clone();
         }
         let text = weights.to_string();
         let open = text.strip_suffix(')').expect("a layout ends in a parenthesis");
-        format!("{open} | sum {})", axes.join("+")).parse().expect("a layout with partial sums")
+        format!("{open} | sum {axes})").parse().expect("a layout with partial sums")
     }
 
     /// A tensor of one entry a sample: `[samples, dims..]`, samples split over `dp`.
     pub fn sample_layout(&self, dtype: DType, samples: usize, dims: &[usize]) -> Layout {
         let shape: Vec<usize> = [samples].iter().chain(dims).copied().collect();
-        let data = self.data();
-        let splits: Vec<&str> = [&data[..]].into_iter().chain(dims.iter().map(|_| "_")).collect();
-        self.layout(dtype, &shape, &self.known(&splits), "")
+        let splits: Vec<&str> = ["dp"].into_iter().chain(dims.iter().map(|_| "_")).collect();
+        let mut splits = self.known(&splits);
+        if !self.chunks_nest("dp", samples) {
+            splits[0] = with_cuts(&splits[0], self.row_cuts(samples, 1, false));
+        }
+        self.layout(dtype, &shape, &splits, "")
     }
 
     /// A tensor of `rows` rows a sample, `[samples * rows, cols]`: samples split over `dp`, and the rows of a rank's samples over `tp`
@@ -158,16 +199,21 @@ impl StageRank {
         cols: usize,
         sequence_parallel: bool,
     ) -> Layout {
-        let data = self.data();
-        let axes = if sequence_parallel { format!("{data}+tp") } else { data };
-        let mut split = self.known(&[&axes]).remove(0);
-        if !samples.is_multiple_of(self.dp().size) {
-            // Chunks of rows would cut samples in two.
-            let cuts = self.row_cuts(samples, rows, sequence_parallel);
-            let cuts: Vec<String> = cuts.iter().map(usize::to_string).collect();
-            split = format!("{split}[{}]", cuts.join(","));
+        let axes = if sequence_parallel { "dp+tp" } else { "dp" };
+        let mut split = self.known(&[axes]).remove(0);
+        // Chunks of rows would cut samples in two, or be other chunks.
+        let each = samples / self.dp().size * rows;
+        let nest =
+            self.chunks_nest("dp", samples * rows) && (!sequence_parallel || self.chunks_nest("tp", each));
+        if !samples.is_multiple_of(self.dp().size) || !nest {
+            split = with_cuts(&split, self.row_cuts(samples, rows, sequence_parallel));
         }
         self.layout(dtype, &[samples * rows, cols], &[split, "_".into()], "")
+    }
+
+    /// Whether chunks of so many, axis by axis of those that a name means, are chunks over all its ranks at once.
+    fn chunks_nest(&self, axis: &str, len: usize) -> bool {
+        self.meant(axis).len() < 2 || len.is_multiple_of(self.along(axis).size)
     }
 
     /// Where the parts of all ranks begin, and where the last one ends.
@@ -185,18 +231,16 @@ impl StageRank {
 
     /// A number that the ranks along `dp` add up.
     pub fn loss_layout(&self) -> Layout {
-        let long = |axis: &&str| self.along(axis).size > 1;
-        let data = self.data();
-        let axes: Vec<&str> = data.split('+').filter(long).collect();
-        let partial = if axes.is_empty() { String::new() } else { format!("| sum {}", axes.join("+")) };
+        let partial =
+            if self.dp().size > 1 { format!("| sum {}", self.joined(["dp"])) } else { String::new() };
         self.layout(DType::F64, &[], &[], &partial)
     }
 
     /// The axes of a split that this mesh has, `_` where there is none.
     fn known(&self, splits: &[&str]) -> Vec<String> {
         let keep = |split: &&str| {
-            let axes: Vec<&str> = split.split('+').filter(|a| self.mesh.axis_index(a).is_some()).collect();
-            if axes.is_empty() { "_".to_string() } else { axes.join("+") }
+            let axes = self.joined(split.split('+'));
+            if axes.is_empty() { "_".to_string() } else { axes }
         };
         splits.iter().map(keep).collect()
     }
@@ -206,6 +250,12 @@ impl StageRank {
         let text = format!("{dtype}[{}]@{}({}{partial})", shape.join(","), self.mesh, splits.join(","));
         text.parse().unwrap_or_else(|error| panic!("{text} is no layout: {error}"))
     }
+}
+
+/// A split with its cuts.
+fn with_cuts(split: &str, cuts: impl IntoIterator<Item = usize>) -> String {
+    let cuts: Vec<String> = cuts.into_iter().map(|cut| cut.to_string()).collect();
+    format!("{split}[{}]", cuts.join(","))
 }
 
 /// The dims of a rank's shard, empty ones among them.
@@ -230,13 +280,13 @@ mod tests {
     fn weights_and_their_gradients() {
         let p = place("A{dp:2,tp:3}", 4);
         assert_eq!((p.dp(), p.tp()), (Along { rank: 1, size: 2 }, Along { rank: 1, size: 3 }));
-        let weights = p.weight_layout(DType::F32, &[8, 6], Some((1, "tp")));
+        let weights = p.weight_layout(DType::F32, &[8, 6], &[(1, "tp")]);
         assert_eq!(weights.to_string(), "f32[8,6]@A{dp:2,tp:3}(_,tp)");
-        assert_eq!(p.grad_layout(&weights, None).to_string(), "f32[8,6]@A{dp:2,tp:3}(_,tp | sum dp)");
-        let whole = p.weight_layout(DType::F32, &[8], None);
-        assert_eq!(p.grad_layout(&whole, Some("tp")).to_string(), "f32[8]@A{dp:2,tp:3}(_ | sum dp+tp)");
+        assert_eq!(p.grad_layout(&weights, &[]).to_string(), "f32[8,6]@A{dp:2,tp:3}(_,tp | sum dp)");
+        let whole = p.weight_layout(DType::F32, &[8], &[]);
+        assert_eq!(p.grad_layout(&whole, &["tp"]).to_string(), "f32[8]@A{dp:2,tp:3}(_ | sum dp+tp)");
         assert_eq!(shard_dims(&weights, p.coord()), [8, 2]);
-        let few = p.weight_layout(DType::F32, &[8, 1], Some((1, "tp")));
+        let few = p.weight_layout(DType::F32, &[8, 1], &[(1, "tp")]);
         assert_eq!(shard_dims(&few, p.coord()), [8, 0]);
     }
 
@@ -247,8 +297,35 @@ mod tests {
         assert_eq!(p.row_layout(DType::F64, 4, 5, 6, true).to_string(), "f64[20,6]@B{tp:2}(tp,_)");
         assert_eq!(p.loss_layout().to_string(), "f64[]@B{tp:2}()");
         let p = place("C{dp:2}", 1);
-        assert_eq!(p.weight_layout(DType::F64, &[4], Some((0, "tp"))).to_string(), "f64[4]@C{dp:2}(_)");
+        assert_eq!(p.weight_layout(DType::F64, &[4], &[(0, "tp")]).to_string(), "f64[4]@C{dp:2}(_)");
         assert_eq!(p.loss_layout().to_string(), "f64[]@C{dp:2}(| sum dp)");
+    }
+
+    #[test]
+    fn heads_that_are_few_cut_tp_in_two() {
+        let cut = |mesh: &str, kv| sharing_heads(&mesh.parse().unwrap(), kv).to_string();
+        assert_eq!(cut("A{dp:2,tp:4}", 2), "A{dp:2,kv:2,g:2}");
+        assert_eq!(cut("A{tp:6,dp:2}", 3), "A{kv:3,g:2,dp:2}");
+        for (mesh, kv) in
+            [("A{dp:2,tp:4}", 4), ("A{tp:4}", 5), ("A{tp:4}", 3), ("A{dp:4}", 1), ("A{tp:4}", 0)]
+        {
+            assert_eq!(cut(mesh, kv), mesh);
+        }
+        let p = place("A{dp:2,kv:2,g:3}", 10);
+        assert_eq!((p.dp(), p.tp()), (Along { rank: 1, size: 2 }, Along { rank: 4, size: 6 }));
+        assert_eq!((p.along(KV), p.along(G)), (Along { rank: 1, size: 2 }, Along { rank: 1, size: 3 }));
+        let queries = p.weight_layout(DType::F32, &[2, 4, 5], &[(0, KV), (1, G)]);
+        assert_eq!(queries.to_string(), "f32[2,4,5]@A{dp:2,kv:2,g:3}(kv,g,_)");
+        let keys = p.weight_layout(DType::F32, &[2, 5], &[(0, KV)]);
+        assert_eq!(p.grad_layout(&keys, &[G]).to_string(), "f32[2,5]@A{dp:2,kv:2,g:3}(kv,_ | sum dp+g)");
+        let hidden = p.weight_layout(DType::F32, &[7], &[(0, "tp")]);
+        assert_eq!(hidden.to_string(), "f32[7]@A{dp:2,kv:2,g:3}(kv+g[0,2,4,6,7,7,7])");
+        let even = p.weight_layout(DType::F32, &[12], &[(0, "tp")]);
+        assert_eq!(even.to_string(), "f32[12]@A{dp:2,kv:2,g:3}(kv+g)");
+        assert_eq!(
+            p.row_layout(DType::F32, 4, 5, 6, true).to_string(),
+            "f32[20,6]@A{dp:2,kv:2,g:3}(dp+kv+g[0,2,4,6,8,10,10,12,14,16,18,20,20],_)"
+        );
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Token by token with a cache, held against reading everything again for every token.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
@@ -7,9 +8,9 @@ use std::sync::Arc;
 use crossmesh_core::id::Rank;
 use crossmesh_train::chain::{Chain, Setup};
 use crossmesh_train::checkpoint::{Checkpoint, Facts, Snapshot, StageState, Store, hf};
-use crossmesh_train::generate::{Generator, Sampling};
-use crossmesh_train::group::Alone;
-use crossmesh_train::kernels::cpu::Cpu;
+use crossmesh_train::generate::{Crew, Generator, Sampling};
+use crossmesh_train::group::{Alone, Group, in_process};
+use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::kernels::random::Stream;
 use crossmesh_train::models::gpt::{Family, Gpt, GptConfig};
 use crossmesh_train::stage::{Microbatch, MicrobatchId, Stage, Value};
@@ -107,24 +108,95 @@ fn every_token_is_what_reading_everything_again_says() {
         let checkpoint = slow.save(folder.path());
         for prompt in 1..=4 {
             let mut fast = Generator::<f64>::load(&checkpoint, 1).unwrap();
-            let columns = Gpt::new(config.clone()).unwrap().kv_width();
-            assert_eq!(fast.cache_elements(), 2 * config.layers * columns * 9);
+            let columns = Gpt::new(config.clone()).unwrap().kv_width(&StageRank::alone());
+            fast.reserve(7);
+            assert_eq!(fast.cache_elements(), 2 * config.layers * columns * 7);
             let mut tokens: Vec<i32> = (0..prompt).map(|i| (7 * i + prompt) % 13).collect();
-            let mut logits = fast.next(&tokens);
+            let mut logits = fast.next(&tokens).unwrap();
             while tokens.len() < config.context {
                 close(&logits, &slow.logits(&tokens), &format!("{config:?}, {tokens:?}"));
                 tokens.push(Sampling::GREEDY.choose(&logits, 0) as i32);
-                logits = fast.next(&tokens[tokens.len() - 1..]);
+                logits = fast.next(&tokens[tokens.len() - 1..]).unwrap();
             }
             close(&logits, &slow.logits(&tokens), "a full context");
             // Behind it, the newer half is what counts, and then grows again.
             tokens.push(2);
-            close(&fast.next(&[2]), &slow.logits(&tokens[tokens.len() - 4..]), "behind the context");
+            close(&fast.next(&[2]).unwrap(), &slow.logits(&tokens[tokens.len() - 4..]), "behind the context");
             close(
-                &fast.next(&[1, 3]),
+                &fast.next(&[1, 3]).unwrap(),
                 &slow.logits(&[&tokens[tokens.len() - 4..], &[1, 3]].concat()),
                 "further on",
             );
         }
     }
+}
+
+/// Ranks that are threads.
+fn crews(tp: usize, stages: usize) -> Vec<Crew<HostBuf<f64>>> {
+    let mut groups: BTreeMap<Vec<usize>, Vec<Arc<dyn Group<HostBuf<f64>>>>> = BTreeMap::new();
+    let mut crew = |rank: usize| {
+        let made = Crew::new(rank, tp, stages, |ranks| {
+            let group = groups.entry(ranks.to_vec()).or_insert_with(|| in_process(ranks.len()));
+            let at = ranks.iter().position(|r| *r == rank).unwrap();
+            Ok::<_, std::convert::Infallible>(Arc::clone(&group[at]))
+        });
+        made.unwrap()
+    };
+    (0..tp * stages).map(&mut crew).collect()
+}
+
+/// Heads, columns and vocabulary over ranks, layers over stages: the same text, and every rank hears it.
+#[test]
+fn several_ranks_say_what_one_says() {
+    let gpt2 = GptConfig { hidden: 31, ..GptConfig::new(13, 9, 20, 3, 5) };
+    let llama = |kv_heads| GptConfig::llama((13, 9), 32, 3, (8, kv_heads), 11);
+    let shapes = [(2, 1), (1, 3), (2, 2), (4, 2), (1, 5)];
+    for (config, kv_heads) in [(gpt2, 5usize), (llama(2), 2), (llama(8), 8), (llama(1), 1)] {
+        let slow = Slow::new(&config);
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = slow.save(folder.path());
+        let talk = |crew: Crew<HostBuf<f64>>| {
+            let mut generator = Generator::<f64>::load_with(&checkpoint, 1, crew).unwrap();
+            generator.reserve(9);
+            let mut heard = vec![generator.next(&[5, 1, 7]).unwrap()];
+            let mut said = vec![];
+            // Behind the context, too.
+            for _ in 0..9 {
+                said.push(Sampling::GREEDY.choose(heard.last().unwrap(), 0) as i32);
+                heard.push(generator.next(&said[said.len() - 1..]).unwrap());
+            }
+            (heard, said, generator.cache_elements())
+        };
+        let (heard, said, _) = talk(Crew::alone());
+        for (tp, stages) in shapes {
+            let ranks: Vec<_> = std::thread::scope(|scope| {
+                let threads: Vec<_> =
+                    crews(tp, stages).into_iter().map(|crew| scope.spawn(|| talk(crew))).collect();
+                threads.into_iter().map(|t| t.join().unwrap()).collect()
+            });
+            let what = format!("{config:?} on {tp} x {stages}");
+            let head_dim = config.width / config.heads;
+            for (rank, (logits, tokens, cache)) in ranks.iter().enumerate() {
+                logits.iter().zip(&heard).for_each(|(got, wanted)| close(got, wanted, &what));
+                assert_eq!(tokens, &said, "{what}");
+                assert_eq!(logits, &ranks[0].0, "{what}: the same bits everywhere");
+                let (stage, units) = (rank / tp, config.layers + 2);
+                let blocks = stage * units / stages..(stage + 1) * units / stages;
+                let layers = blocks.filter(|unit| (1..=config.layers).contains(unit)).count();
+                let most = 2 * layers * kv_heads.div_ceil(tp) * head_dim * 9;
+                let even = kv_heads % tp == 0 || tp % kv_heads == 0;
+                assert!(*cache == most || (!even && *cache < most), "{what}: {cache} of {most}");
+            }
+        }
+    }
+}
+
+#[test]
+fn more_ranks_than_can_share_a_model_are_refused() {
+    let model = Gpt::new(GptConfig::llama((13, 9), 24, 2, (6, 3), 11)).unwrap();
+    let refused = |tp, stages| Crew::<HostBuf<f64>>::check(&model, tp, stages).unwrap_err().to_string();
+    assert!(refused(4, 1).contains("4 ranks along tp are more than there are heads"), "{}", refused(4, 1));
+    assert!(refused(1, 5).starts_with("stages = 5: the model has 4 units"), "{}", refused(1, 5));
+    assert!(refused(0, 1).starts_with("tp = 0") && refused(1, 0).starts_with("stages = 0"));
+    assert_eq!(Crew::<HostBuf<f64>>::check(&model, 6, 4), Ok(()));
 }

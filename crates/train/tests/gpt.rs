@@ -5,7 +5,7 @@ mod common;
 use std::collections::BTreeMap;
 
 use common::{Job, Outcome, Single, StageSpec, Whole, assert_same, run};
-use crossmesh_train::chain::{Outline, Setup};
+use crossmesh_train::chain::{Model, Outline, Setup};
 use crossmesh_train::deal::{Runs, Share};
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
@@ -266,9 +266,36 @@ fn a_llama_that_cannot_be_shared_out_is_refused() {
     let place = StageRank::new("A{tp:4}".parse().unwrap(), 0).unwrap();
     let setup = Setup { place, ..Setup::alone(4, 1) };
     let error = Outline::new::<Cpu<f64>>(&Gpt::new(config).unwrap(), 0..1, &setup).unwrap_err().to_string();
-    assert!(error.contains("kv_heads = 3") && error.contains("hint"), "{error}");
+    assert!(error.contains("kv_heads = 3: 4 ranks along tp are more"), "{error}");
+    assert!(error.contains("hint: use up to 3 ranks along tp, or a multiple such as 6"), "{error}");
+    let place = StageRank::new("A{tp:6}".parse().unwrap(), 0).unwrap();
+    let (model, setup) = (Gpt::new(llama(3)).unwrap(), Setup { place, ..Setup::alone(4, 1) });
+    let error = Outline::new::<Cpu<f64>>(&model, 0..1, &setup).unwrap_err().to_string();
+    assert!(error.contains("the mesh A{tp:6} does not say how"), "{error}");
     let error = Gpt::new(GptConfig::llama((13, 7), 24, 1, (4, 3), 8)).unwrap_err().to_string();
     assert!(error.contains("kv_heads = 3: 4 heads of queries"), "{error}");
+}
+
+/// Two heads of keys on four ranks: all of them have queries, and pairs of them the same keys.
+#[test]
+fn no_rank_idles_for_want_of_keys() {
+    let model = Gpt::new(GptConfig::llama((16, 4), 32, 1, (8, 2), 12)).unwrap();
+    let mesh = Model::<Cpu<f64>>::mesh(&model, &"A{dp:2,tp:4}".parse().unwrap());
+    for position in 0..8 {
+        let place = StageRank::new(mesh.clone(), position).unwrap();
+        let setup = Setup { place, ..Setup::alone(2, 1) };
+        let outline = Outline::new::<Cpu<f64>>(&model, 1..2, &setup).unwrap();
+        let of = |name: &str| {
+            let p = outline.parameters.iter().find(|p| p.name.contains(name)).unwrap();
+            (p.grad.to_string(), p.range.len())
+        };
+        let at = |text: &str| text.replace('@', "@A{dp:2,kv:2,g:2}");
+        assert_eq!(of("q_proj"), (at("f64[2,4,4,32]@(kv,g,_,_ | sum dp)"), 2 * 4 * 32));
+        assert_eq!(of("k_proj"), (at("f64[2,4,32]@(kv,_,_ | sum dp+g)"), 4 * 32));
+        assert_eq!(of("v_proj"), (at("f64[2,4,32]@(kv,_,_ | sum dp+g)"), 4 * 32));
+        assert_eq!(of("o_proj"), (at("f64[32,2,4,4]@(_,kv,g,_ | sum dp)"), 32 * 2 * 4));
+        assert_eq!(of("up_proj"), (at("f64[12,32]@(kv+g,_ | sum dp)"), 3 * 32));
+    }
 }
 
 /// rows x (4d + 2 H h + 2 KV h + H + 2 + 3f) elements, nothing recomputed.

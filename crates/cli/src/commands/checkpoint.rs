@@ -139,8 +139,13 @@ fn export(args: &ExportArgs) -> Result<Answer> {
     let (bytes, tensors) = (Bytes(exported.bytes), count(exported.tensors, "tensor"));
     let (step, model, config) =
         (checkpoint.facts().step, exported.model.display(), exported.config.display());
+    let like = match exported.as_imported {
+        None => String::new(),
+        Some(Ok(())) => "\nnames, order and types are those of the file it was imported from".into(),
+        Some(Err(why)) => format!("\nit is not written as the file it was imported from: {why}"),
+    };
     output::print(&format!(
-        "step {step}: {tensors}, {bytes} in {model}; its sizes in {config}{tokenizer}\n"
+        "step {step}: {tensors}, {bytes} in {model}; its sizes in {config}{tokenizer}{like}\n"
     ))?;
     Ok(Answer::Yes)
 }

@@ -115,11 +115,12 @@ fn generate<T: Scalar>(args: &Args, checkpoint: &Checkpoint) -> Result<Generated
             "token {id} of the prompt is outside of the model's vocabulary of {vocab}\nhint: was it trained with another tokenizer?"
         );
     }
+    generator.reserve(prompt.len() + args.tokens);
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, seed: args.seed };
     let (mut ids, mut ended): (Vec<u32>, bool) = (vec![], false);
     let mut unread: Vec<i32> = prompt.iter().map(|id| *id as i32).collect();
     while ids.len() < args.tokens {
-        let logits = generator.next(&unread);
+        let logits = generator.next(&unread)?;
         if let Some(bad) = logits.iter().find(|logit| !logit.is_finite()) {
             bail!(
                 "{}: the model says {bad} after {} tokens: its weights are of no use\nhint: take an earlier checkpoint",

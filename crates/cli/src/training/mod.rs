@@ -42,6 +42,7 @@ use crossmesh_train::job::JobError;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::ConfigError as ModelError;
 use crossmesh_train::models::gpt::Family;
+use crossmesh_train::stage_rank::{G, KV};
 use crossmesh_train::wiring::Wiring;
 use serde::{Deserialize, Serialize};
 
@@ -316,8 +317,17 @@ pub fn model_text(model: &ModelKind) -> String {
 
 /// `dp 2 × tp 2`.
 pub fn mesh_text(mesh: &crossmesh_core::mesh::Mesh) -> String {
-    let axes: Vec<String> =
-        mesh.axes().iter().filter(|a| a.len > 1).map(|a| format!("{} {}", a.name, a.len)).collect();
+    // As it was written: a model may have cut `tp` into parts.
+    let mut lens: Vec<(&str, u32)> = vec![];
+    for axis in mesh.axes() {
+        let name = if [KV, G].contains(&axis.name.as_str()) { "tp" } else { &axis.name };
+        match lens.last_mut() {
+            Some((last, len)) if *last == name => *len *= axis.len,
+            _ => lens.push((name, axis.len)),
+        }
+    }
+    let long = lens.into_iter().filter(|(_, len)| *len > 1);
+    let axes: Vec<String> = long.map(|(name, len)| format!("{name} {len}")).collect();
     if axes.is_empty() { "1".into() } else { axes.join(" × ") }
 }
 

@@ -32,6 +32,8 @@ pub struct Header {
     pub entries: BTreeMap<String, Entry>,
     /// Where the tensors begin.
     pub start: u64,
+    /// As it was written.
+    pub text: String,
 }
 
 impl Header {
@@ -62,25 +64,41 @@ impl Header {
         }
         let mut text = vec![0; length as usize];
         file.read_exact_at(&mut text, 8).map_err(CheckpointError::io("read", path))?;
-        let Members(mut members) =
-            serde_json::from_slice(&text).map_err(|e| damaged(format!("its header is damaged: {e}")))?;
-        members.remove("__metadata__");
-        let mut entries = BTreeMap::new();
-        for (key, value) in members {
-            let entry: Entry =
-                serde_json::from_value(value).map_err(|e| damaged(format!("its entry `{key}`: {e}")))?;
-            entries.insert(key, entry);
-        }
-        let header = Self { entries, start };
+        let text = String::from_utf8(text).map_err(|e| damaged(format!("its header is damaged: {e}")))?;
+        let header = Self::parse(text).map_err(damaged)?;
         header.check(bytes).map_err(damaged)?;
         Ok(header)
     }
 
-    fn check(&self, bytes: u64) -> Result<(), String> {
-        let mut next = 0;
+    /// A header that was written so.
+    pub fn parse(text: String) -> Result<Self, String> {
+        let Members(mut members) =
+            serde_json::from_str(&text).map_err(|e| format!("its header is damaged: {e}"))?;
+        members.remove("__metadata__");
+        let mut entries = BTreeMap::new();
+        for (key, value) in members {
+            let entry: Entry =
+                serde_json::from_value(value).map_err(|e| format!("its entry `{key}`: {e}"))?;
+            entries.insert(key, entry);
+        }
+        Ok(Self { entries, start: text.len() as u64 + 8, text })
+    }
+
+    /// The start of the file.
+    pub fn bytes(&self) -> Vec<u8> {
+        [&(self.text.len() as u64).to_le_bytes()[..], self.text.as_bytes()].concat()
+    }
+
+    /// The tensors in the order of their bytes.
+    pub fn in_order(&self) -> Vec<(&String, &Entry)> {
         let mut sorted: Vec<_> = self.entries.iter().collect();
         sorted.sort_by_key(|(_, e)| e.data_offsets);
-        for (key, entry) in sorted {
+        sorted
+    }
+
+    fn check(&self, bytes: u64) -> Result<(), String> {
+        let mut next = 0;
+        for (key, entry) in self.in_order() {
             let [start, end] = entry.data_offsets;
             let wanted =
                 entry.shape.iter().try_fold(width(&entry.dtype).unwrap_or(0), |v, &n| v.checked_mul(n));
@@ -155,9 +173,7 @@ pub fn header_bytes(metadata: &BTreeMap<String, String>, tensors: &[(String, Str
     let mut text = format!("{{{}}}", members.join(","));
     // Numbers begin at a multiple of their width.
     text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
-    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
-    bytes.extend_from_slice(text.as_bytes());
-    bytes
+    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
 
 fn json(value: &impl Serialize) -> String {

@@ -93,7 +93,7 @@ pub const KEYS: &[Key] = &[
     key("model", "width", COUNT, "128", "Columns of the hidden state.").only(DECODER),
     key("model", "layers", COUNT, "4", "Transformer blocks.").only(DECODER),
     key("model", "hidden", COUNT, "", "Columns inside a feed-forward branch. Without it: four times the width; of a Llama eight thirds of it, rounded up to a multiple of 32.").only(DECODER),
-    key("model", "kv_heads", COUNT, "", "Heads of keys and values, a divisor of `heads`. Without it: as many as `heads`.").only(LLAMA),
+    key("model", "kv_heads", COUNT, "", "Heads of keys and values, a divisor of `heads`. `tp` has up to as many ranks, or a multiple of them, which share heads. Without it: as many as `heads`.").only(LLAMA),
     key("model", "rope_theta", POSITIVE, "1e4", "How fast rotary positions turn: the base of their frequencies.").only(LLAMA),
     key("model", "rope_scaling", Kind::Counts { least: 1 }, "", "Llama 3.1's scaling of slow turns: factor, low and high number of turns, and the old context. `[8, 1, 4, 8192]` is its own. Without it: none.").only(LLAMA),
     key("model", "tied", Kind::Flag, "", "Whether logits come from the token table itself. Without it: of a GPT they do, of a Llama not.").only(DECODER),

@@ -12,7 +12,7 @@ use crossmesh_core::schedule::{
 };
 use crossmesh_core::step::PassTimes;
 
-use crate::chain::{Model, Outline, Shape, Tensor};
+use crate::chain::{Model, Outline, Setup, Shape, Tensor};
 use crate::job::{Job, JobError, Over, Team};
 use crate::kernels::Kernels;
 use crate::kernels::cpu::Cpu;
@@ -26,7 +26,7 @@ use crate::wiring::setup;
 
 use super::cut::{Balance, cut};
 use super::error::ConfigError;
-use super::typed::{ModelKind, Precision};
+use super::typed::{ModelKind, Precision, StageSection};
 use super::work::{UnitWork, unit_work};
 use super::{Config, value};
 
@@ -97,6 +97,7 @@ pub fn resolve(
     let times = times(config, &work, &stages, &placement, &teams);
     let hop = hop_seconds(config, &model, &stages, &cluster);
     let schedule = schedule(config, &times, hop)?;
+    let teams = shared_out(config, &model, teams)?;
     let recompute = vec![config.train.recompute; stages.len()];
     let mut job = Job {
         schedule,
@@ -212,6 +213,22 @@ fn check_dealt(config: &Config, stage: usize, mesh: &Mesh) -> Result<(), ConfigE
         }
     }
     Ok(())
+}
+
+/// With the meshes that the model's layers share their weights out over.
+fn shared_out(config: &Config, model: &AnyModel, teams: Vec<Team>) -> Result<Vec<Team>, ConfigError> {
+    let model = model.with_kernels::<crate::kernels::cpu::Cpu<f32>>();
+    let shared_out = |(team, stage): (Team, &StageSection)| {
+        let mesh = model.mesh(&team.mesh);
+        let refused = |reason: String, hint: &str| config.stage_error(stage.table, "mesh", reason, hint);
+        let place = StageRank::new(mesh.clone(), 0).map_err(|error| refused(error.to_string(), ""))?;
+        let setup = Setup { place, ..Setup::alone(1, 0) };
+        model.check(&setup).map_err(|models::ConfigError::Value { key, value, reason, hint }| {
+            refused(format!("model.{key} = {value}: {reason}"), &hint)
+        })?;
+        Ok(Team { mesh, ..team })
+    };
+    teams.into_iter().zip(&config.stages).map(shared_out).collect()
 }
 
 fn spec(config: &Config) -> Spec {

@@ -138,6 +138,16 @@ fn impossible_values_are_named_with_their_line() {
     let dp = refused("[[stage]]\nmesh = \"dp 8\"", &[]);
     assert!(dp.starts_with("a.toml:2: stage.0.mesh: stage 0 splits the 4 samples"), "{dp}");
     assert!(dp.contains("hint: train.batch = 32 gives every rank one"), "{dp}");
+    let llama = "[model]\nkind = \"llama\"\nwidth = 96\nheads = 12\nkv_heads = 3\n[[stage]]\nmesh = \"tp 4\"";
+    let shared = refused(llama, &[]);
+    assert_eq!(
+        shared,
+        "a.toml:7: stage.0.mesh: model.kv_heads = 3: 4 ranks along tp are more than there are heads, and no multiple of them\nhint: use up to 3 ranks along tp, or a multiple such as 6"
+    );
+    let odd = refused(&llama.replace("kv_heads = 3", "kv_heads = 5"), &[]);
+    assert!(odd.starts_with("a.toml:5: model.kv_heads: 5: 12 heads of queries do not divide"), "{odd}");
+    let mesh = job(llama, &["stage.0.mesh=tp 6"]).unwrap().teams[0].mesh.to_string();
+    assert!(mesh.ends_with("{kv:3,g:2}"), "{mesh}");
     let vocab = refused("[model]\nvocab = 8", &[]);
     assert!(vocab.starts_with("a.toml:2: model.vocab: the data has 64 tokens"), "{vocab}");
     let other = refused("[model]\nkind = \"u-transformer\"\ntied = true", &[]);

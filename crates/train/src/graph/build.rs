@@ -31,6 +31,13 @@ impl Team {
         &self.axes[axis.0].name
     }
 
+    /// With the parts of an axis behind the others, major first. Ranks say nothing to each other along them: they say only how weights and
+    /// columns are shared out, and a value that is to be moved is seen along the whole axis again ([`Builder::seen_along`]).
+    pub fn with_parts(mut self, parts: impl IntoIterator<Item = TeamAxis>) -> Self {
+        self.axes.extend(parts);
+        self
+    }
+
     /// Everywhere alike.
     pub fn whole(&self) -> Lie {
         Lie::of(vec![Spread::Whole; self.axes.len()])
@@ -168,18 +175,48 @@ impl<'a, 'p, K: Kernels> Builder<'a, 'p, K> {
         out
     }
 
-    /// Declares a weight of an op that sees the rows of `x`. A dim of it may be split.
+    /// The same value, seen along the parts of an axis instead of the axis, or the other way round. Whole or a summand along it is whole or a
+    /// summand along all of them.
+    pub fn seen_along(&mut self, x: Val, from: &[Axis], to: &[Axis]) -> Val {
+        let typed = self.typed(x).clone();
+        let size = |axes: &[Axis]| axes.iter().map(|axis| self.team.along(*axis).size).product::<usize>();
+        assert_eq!(size(from), size(to), "they are the same ranks");
+        let at = |axis: Axis| (typed.lie.value[axis.0], typed.lie.gradient[axis.0]);
+        let same = |s: Spread| matches!(s, Spread::Whole | Spread::Summand);
+        let (value, gradient) = at(from[0]);
+        assert!(same(value) && same(gradient), "parts of it lie elsewhere along the parts of an axis");
+        assert!(from.iter().all(|axis| at(*axis) == (value, gradient)), "it lies alike along all parts");
+        let mut lie = typed.lie.clone();
+        let whole = (Spread::Whole, Spread::Whole);
+        let each = from.iter().map(|axis| (axis, whole)).chain(to.iter().map(|a| (a, (value, gradient))));
+        for (axis, spread) in each {
+            (lie.value[axis.0], lie.gradient[axis.0]) = spread;
+        }
+        self.add(Box::new(Reshard::nothing(from[0])), &[x], Typed { lie, ..typed }, Keep::Always, true)
+    }
+
+    /// Declares a weight of an op that sees `x`: some rows of it, or in a region where every rank computes a part. Dims of it may be split.
     pub(super) fn weight(
         &mut self,
         x: Val,
         name: String,
         shape: &[usize],
-        split: Option<(usize, Axis)>,
+        split: &[(usize, Axis)],
         (init, decay): (Init, bool),
     ) -> Weight {
-        let split = split.map(|(dim, axis)| (dim, self.team.name(axis)));
-        let rows_over = self.values[x.index()].split(Spread::Rows).map(|axis| self.team.name(axis));
-        self.parameters.declare(Declaration { name, shape, split, init, decay, rows_over })
+        let lie = &self.values[x.index()].lie;
+        // Where a rank has some rows, or its part of the region leaves it a summand of the gradient, so it has of the weight's.
+        let summed = |axis: &Axis| match (lie.value[axis.0], lie.gradient[axis.0]) {
+            (Spread::Rows, _) => true,
+            (Spread::Whole, Spread::Summand) => !split.iter().any(|(_, by)| by == axis),
+            _ => false,
+        };
+        let axes = (0..self.team.axes.len()).map(Axis).filter(summed);
+        let summed_over: Vec<&str> = axes.map(|axis| self.team.name(axis)).collect();
+        let split: Vec<(usize, &str)> =
+            split.iter().map(|(dim, axis)| (*dim, self.team.name(*axis))).collect();
+        let (split, summed_over) = (&split[..], &summed_over[..]);
+        self.parameters.declare(Declaration { name, shape, split, init, decay, summed_over })
     }
 
     /// The value as an op wants it to lie.

@@ -248,21 +248,23 @@ impl Recipe {
             Piece::Activate { again: true } => b.activate_again(x, Activation::Silu),
             Piece::Activate { again: false } => b.activate(x, Activation::Gelu),
             Piece::Map { axis, hidden, dropout } => {
-                let axis = Axis(axis);
-                let h = linear(b, x, "up", &[width], &[hidden], Parallel::Columns(axis, 0), false);
+                let over = [(Axis(axis), 0)];
+                let h = linear(b, x, "up", &[width], &[hidden], Parallel::Columns(&over), false);
                 let h = b.activate(h, Activation::Gelu);
-                let y = linear(b, h, "down", &[hidden], &[width], Parallel::Summands(axis, 0), false);
+                let y = linear(b, h, "down", &[hidden], &[width], Parallel::Summands(&over), false);
                 let rate = if dropout { 0.3 } else { 0.0 };
                 b.residual(x, y, Site { rate, ..self.site(10 + i as u32) })
             }
             Piece::Attend { axis, heads, head_dim } => {
                 let axis = Axis(axis);
                 let outs = [3, heads, head_dim];
-                let p = linear(b, x, "qkv", &[width], &outs, Parallel::Columns(axis, 1), true);
+                let (columns, summands) = ([(axis, 1)], [(axis, 0)]);
+                let p = linear(b, x, "qkv", &[width], &outs, Parallel::Columns(&columns), true);
                 let (queries, keys) = (self.context, self.context);
                 let dropout = (40 + i as u32, 0.2);
                 let spec = AttentionSpec {
                     axis,
+                    group_axis: None,
                     layer: 0,
                     heads,
                     kv_heads: heads,
@@ -273,7 +275,8 @@ impl Recipe {
                     dropout,
                 };
                 let h = b.self_attention(p, spec);
-                let y = linear(b, h, "out", &[heads, head_dim], &[width], Parallel::Summands(axis, 0), false);
+                let ins = [heads, head_dim];
+                let y = linear(b, h, "out", &ins, &[width], Parallel::Summands(&summands), false);
                 b.residual(x, y, Site { rate: 0.0, ..self.site(0) })
             }
             Piece::Linear => linear(b, x, "map", &[width], &[width], Parallel::None, false),

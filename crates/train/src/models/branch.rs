@@ -9,14 +9,27 @@
 //! summand of the last map's result. Weights of heads are declared with the head as a dim of its own (`[in, 3, heads, head_dim]`), so
 //! that heads are shared out, unevenly where it must be (8 heads over 3 ranks: 3, 3 and 2), and never split.
 
+use crate::chain::Setup;
 use crate::graph::ops::attention::AttentionSpec;
 use crate::graph::ops::linear::{LinearSpec, Parallel};
-use crate::graph::{Axis, Builder, Val};
+use crate::graph::{Axis, Builder, Team, TeamAxis, Val};
 use crate::kernels::{Activation, Kernels};
 use crate::parameter::Init;
+use crate::stage_rank;
 
 /// The axis that shares out columns.
 pub const TP: Axis = Axis(0);
+/// Its two parts, of a decoder's [`team`]: ranks along the first have other keys and values than each other, along the second the same.
+pub const KV: Axis = Axis(1);
+pub const G: Axis = Axis(2);
+
+/// The ranks that compute a pass of a decoder together. Where the mesh does not cut `tp` in two, every rank has its own keys and values.
+pub fn team(setup: &Setup) -> Team {
+    let place = &setup.place;
+    let is_cut = place.mesh().axis_index(stage_rank::KV).is_some();
+    let part = |name: &str| TeamAxis { name: name.into(), along: place.along(name) };
+    setup.team().with_parts([part(if is_cut { stage_rank::KV } else { "tp" }), part(stage_rank::G)])
+}
 
 /// Attention to be declared.
 #[derive(Debug, Clone)]
@@ -43,7 +56,7 @@ pub fn attend<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &Attend<'_>)
     let head_dim = spec.width / spec.heads;
     let project = |b: &mut Builder<'_, '_, K>, x, name: &str, ins: usize, parts: usize| {
         let outs = [parts, spec.heads, head_dim];
-        let parallel = Parallel::Columns(TP, 1);
+        let parallel = Parallel::Columns(&[(TP, 1)]);
         let (init, bias) = (spec.init, spec.bias);
         b.linear(
             x,
@@ -61,6 +74,7 @@ pub fn attend<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &Attend<'_>)
     };
     let mut sizes = AttentionSpec {
         axis: TP,
+        group_axis: None,
         layer: spec.layer,
         heads: spec.heads,
         kv_heads: spec.heads,
@@ -86,7 +100,7 @@ pub fn attend<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &Attend<'_>)
         name: spec.out,
         ins: &[spec.heads, head_dim],
         outs: &[spec.width],
-        parallel: Parallel::Summands(TP, 0),
+        parallel: Parallel::Summands(&[(TP, 0)]),
         init: spec.out_init,
         bias: true,
         transposed: false,
@@ -113,7 +127,7 @@ pub fn feed_forward<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &FeedF
         name: spec.up,
         ins: &[spec.width],
         outs: &[spec.hidden],
-        parallel: Parallel::Columns(TP, 0),
+        parallel: Parallel::Columns(&[(TP, 0)]),
         init: spec.up_init,
         bias: true,
         transposed: false,
@@ -125,7 +139,7 @@ pub fn feed_forward<K: Kernels>(b: &mut Builder<'_, '_, K>, x: Val, spec: &FeedF
         name: spec.down,
         ins: &[spec.hidden],
         outs: &[spec.width],
-        parallel: Parallel::Summands(TP, 0),
+        parallel: Parallel::Summands(&[(TP, 0)]),
         init: spec.down_init,
         bias: true,
         transposed: false,

@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::deal::{Runs, Share};
 use crate::kernels::{AdamW, AdamWState, BufSlice, Buffer, Kernels, PartMut, Sgd, SgdState};
 use crate::parameter::Parameter;
-use crate::stage_rank::StageRank;
+use crate::stage_rank::{DATA_AXES, StageRank};
 
 /// Which optimizer, with its constants.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -179,18 +179,29 @@ pub fn norm_piece<K: Kernels>(
     (grads, summed): (&K::Buf, &Runs),
     elsewhere: &[&str],
 ) -> f64 {
-    let counts = |p: &&Parameter| {
-        (is_split_over_tp(p) || place.tp().rank == 0) && !elsewhere.contains(&p.name.as_str())
-    };
+    let counts = |p: &&Parameter| is_first_along_tp(p, place) && !elsewhere.contains(&p.name.as_str());
     let runs = parameters.iter().filter(counts).flat_map(|p| own.within(&p.range));
     runs.map(|(run, _)| kernels.sum_squares(grads, summed.at(&run))).sum()
 }
 
 /// Whether ranks along `tp` have different parts of a parameter; else all of them have all of it.
 pub fn is_split_over_tp(parameter: &Parameter) -> bool {
-    let layout = &parameter.layout;
-    let splits = layout.by_axes().expect("parameters are split by axes").splits();
-    splits.iter().flat_map(|s| &s.axes).any(|&axis| layout.mesh().axes()[axis].name == "tp")
+    let axes = parameter.layout.mesh().axes();
+    splitting(parameter).any(|axis| !DATA_AXES.contains(&axes[axis].name.as_str()))
+}
+
+/// Whether a rank is the first of those along `tp`, or along a part of it, that have the same of a parameter.
+fn is_first_along_tp(parameter: &Parameter, place: &StageRank) -> bool {
+    let axes = parameter.layout.mesh().axes().iter().zip(place.coord()).enumerate();
+    axes.into_iter().all(|(i, (axis, at))| {
+        DATA_AXES.contains(&axis.name.as_str()) || *at == 0 || splitting(parameter).any(|axis| axis == i)
+    })
+}
+
+/// The axes that split a parameter.
+fn splitting(parameter: &Parameter) -> impl Iterator<Item = usize> {
+    let splits = parameter.layout.by_axes().expect("parameters are split by axes").splits();
+    splits.iter().flat_map(|s| s.axes.iter().copied())
 }
 
 /// By how much to scale gradients so that their norm is `max_norm` at most.

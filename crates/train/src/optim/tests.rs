@@ -13,9 +13,9 @@ fn parameters(place: &StageRank) -> Vec<Parameter> {
     for (name, shape, split, decay) in
         [("a", &[6, 5][..], Some(0), true), ("b", &[7], None, false), ("c", &[3, 3], None, true)]
     {
-        let (name, init, rows_over) = (name.to_string(), Init::Zeros, None);
-        let split = split.map(|dim| (dim, "tp"));
-        parameters.declare(Declaration { name, shape, split, init, decay, rows_over });
+        let (name, init, summed_over) = (name.to_string(), Init::Zeros, &[][..]);
+        let split: Vec<_> = split.map(|dim| (dim, "tp")).into_iter().collect();
+        parameters.declare(Declaration { name, shape, split: &split, init, decay, summed_over });
     }
     parameters.into_list()
 }

@@ -49,6 +49,7 @@ use crate::optim::Optimizer;
 use crate::parameter::Parameter;
 use crate::record::{Peak, StepRecord};
 use crate::stage::Stage as _;
+use crate::stage_rank::G;
 use crate::wiring::{Wiring, setup};
 use calls::{Calls, Desk, Urgency};
 use passes::{Passes, RankStage};
@@ -363,7 +364,8 @@ fn groups(
     let along = |axes: &[usize]| -> Vec<Rank> {
         place.others(axes).iter().map(|coord| team.ranks[team.mesh.position(coord)]).collect()
     };
-    let tp = group(&along(team.mesh.axis_index("tp").as_slice()))?;
+    let tp = group(&along(&place.meant("tp")))?;
+    let shared = group(&along(&[place.data_axes(), place.meant(G)].concat()))?;
     let long: Vec<usize> =
         place.data_axes().into_iter().filter(|&axis| team.mesh.axes()[axis].len > 1).collect();
     let mut data = BTreeMap::new();
@@ -374,7 +376,7 @@ fn groups(
         }
     }
     let (mesh, world) = (group(&team.ranks)?, group(&job.ranks())?);
-    Ok(Groups { tp, mesh, world, data })
+    Ok(Groups { tp, shared, mesh, world, data })
 }
 
 fn tied_buffers(

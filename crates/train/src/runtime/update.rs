@@ -5,11 +5,11 @@
 //! optimizer pass       wait for the sums; add up tied weights; one norm for all ranks; step; gather what was dealt out
 //! ```
 //!
-//! Four kinds of gradients are summed in three ways. Most are the sum over the data axes, of which each rank needs what it keeps states of
+//! Five kinds of gradients are summed in four ways. Most are the sum over the data axes, of which each rank needs what it keeps states of
 //! ([`crate::deal`]). Those of weights that are whole on all ranks along `tp`, each of which saw some rows only, are summed over all
 //! ranks of the mesh: they are small, and go together. So do those that all ranks along `tp` have alike, of which one counts: were each of
-//! them summed over its own data axes, in an order that depends on where it lies there, replicas would differ in their last bits. Those of tied
-//! weights are needed whole, to be added up with the other stages'.
+//! them summed over its own data axes, in an order that depends on where it lies there, replicas would differ in their last bits. Keys and values that
+//! some ranks along `tp` share are summed over these and the data axes. Those of tied weights are needed whole, to be added up with the other stages'.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -42,6 +42,8 @@ use crate::wiring::Wiring;
 #[derive(Debug, Clone, Default)]
 pub struct Groups {
     pub tp: Option<GroupId>,
+    /// Those along the data axes, and along the part of `tp` that has the same keys and values.
+    pub shared: Option<GroupId>,
     pub mesh: Option<GroupId>,
     pub world: Option<GroupId>,
     /// Along some of the data axes, each longer than one.
@@ -65,6 +67,8 @@ enum Kind {
     Tied,
     /// Over all ranks of the mesh.
     Partial,
+    /// Over `dp` and the ranks along `tp` that share it.
+    Shared,
     /// The same on all ranks along `tp`: over the mesh, where the first one's counts.
     Replica,
 }
@@ -162,8 +166,9 @@ impl<T: Scalar + Element> Update<T> {
         let several = self.place.tp().size > 1 && self.place.dp().size > 1;
         let kind = |p: &Parameter| {
             let partial = p.grad.partial().map(|partial| partial.axes.clone()).unwrap_or_default();
-            let over_tp = partial.iter().any(|axis| p.grad.mesh().axes()[*axis].name == "tp");
+            let over_tp = partial.iter().any(|axis| !self.place.data_axes().contains(axis));
             match (over_tp, tied.contains(&p.name.as_str())) {
+                (true, _) if is_split_over_tp(p) => Kind::Shared,
                 (true, _) => Kind::Partial,
                 (false, true) => Kind::Tied,
                 (false, false) if several && !is_split_over_tp(p) => Kind::Replica,
@@ -273,8 +278,11 @@ impl<T: Scalar + Element> Update<T> {
         update.ready.start = 0;
         self.send(stage, grads)?;
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
-        let runs = std::mem::take(&mut update.packed);
-        if let (Some(mesh), false) = (self.groups.mesh, runs.is_empty()) {
+        let (shared, others) =
+            std::mem::take(&mut update.packed).into_iter().partition(|(kind, _)| *kind == Kind::Shared);
+        let packs: [(_, Vec<_>); 2] = [(self.groups.mesh, others), (self.groups.shared, shared)];
+        for (group, runs) in packs {
+            let (Some(group), false) = (group, runs.is_empty()) else { continue };
             let counts = self.place.tp().rank == 0;
             let mut packed: Vec<T> = Vec::new();
             for (kind, run) in &runs {
@@ -284,7 +292,8 @@ impl<T: Scalar + Element> Update<T> {
                 }
             }
             let runs = runs.into_iter().map(|(_, run)| run).collect();
-            let promise = self.calls.start(mesh, What::AllReduce(Reduction::Sum), &packed, Urgency::Later)?;
+            let promise =
+                self.calls.start(group, What::AllReduce(Reduction::Sum), &packed, Urgency::Later)?;
             update.under_way.push((Target::Packed(runs), promise));
         }
         Ok(())
@@ -300,7 +309,7 @@ impl<T: Scalar + Element> Update<T> {
         for (kind, run) in update.runs(&ready).into_iter().flat_map(|(kind, run)| pieces(kind, run, longest))
         {
             let (group, what, target) = match (kind, &update.scatter, dp) {
-                (Kind::Partial | Kind::Replica, ..) => {
+                (Kind::Partial | Kind::Replica | Kind::Shared, ..) => {
                     update.packed.push((kind, run));
                     continue;
                 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crossmesh_core::id::Rank;
 use crossmesh_core::mesh::Mesh;
-use crossmesh_train::chain::{Chain, Setup};
+use crossmesh_train::chain::{Chain, Model, Setup};
 use crossmesh_train::checkpoint::{Checkpoint, Convert, Facts, Snapshot, StageState, StageTarget, hf};
 use crossmesh_train::group::in_process;
 use crossmesh_train::kernels::cpu::Cpu;
@@ -36,7 +36,8 @@ fn parameters(config: &GptConfig, place: &StageRank) -> Vec<Parameter> {
 
 /// A model as it starts, saved on a mesh.
 fn saved(config: &GptConfig, mesh: &str, folder: &Path) -> PathBuf {
-    let mesh: Mesh = mesh.parse().unwrap();
+    let model = Gpt::new(config.clone()).unwrap();
+    let mesh: Mesh = Model::<Cpu<f32>>::mesh(&model, &mesh.parse().unwrap());
     let store = store(folder, 1);
     let report = |position: usize| {
         let place = StageRank::new(mesh.clone(), position).unwrap();
@@ -78,6 +79,9 @@ fn there_and_back() {
     for config in [config(true), config(false), llama(None), GptConfig { tied: true, ..llama(Some(scaling)) }]
     {
         let folder = tempfile::tempdir().unwrap();
+        // Ranks that share heads of keys save them once.
+        let shared = saved(&config, "A{dp:2,tp:6}", &folder.path().join("shared"));
+        assert_eq!(loaded(&config, &shared), start(&config));
         let path = saved(&config, "A{dp:2,tp:3}", &folder.path().join("a"));
         let exported =
             hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out"), None).unwrap();
@@ -187,6 +191,78 @@ fn older_files_are_read() {
             assert!((a - b).abs() <= b.abs() * step, "{a} {b}");
         }
     }
+}
+
+/// Header, order, types, metadata and a tied head's copy: what went in comes out, byte by byte.
+#[test]
+fn what_was_imported_is_exported_as_it_was() {
+    let again = |bytes: &[u8], config: Option<&Path>| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.safetensors");
+        std::fs::write(&file, bytes).unwrap();
+        config.into_iter().for_each(|from| {
+            std::fs::copy(from, folder.path().join("config.json")).unwrap();
+        });
+        let heads = config.is_none().then_some(5);
+        let imported = hf::import::<f32>(&file, heads, &store(&folder.path().join("b"), 1)).unwrap();
+        let checkpoint = Checkpoint::open(&imported.path).unwrap();
+        let exported = hf::export(&checkpoint, &folder.path().join("out"), None).unwrap();
+        let written = std::fs::read(exported.model).unwrap();
+        assert_eq!(exported.bytes, written.len() as u64);
+        (written == bytes, exported.as_imported.unwrap())
+    };
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in [Dtype::F32, Dtype::BF16] {
+        let mut tensors = older(folder.path(), dtype);
+        let views = |tensors: &BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>| {
+            let metadata = std::collections::HashMap::from([("format".to_string(), "np".to_string())]);
+            let view = |(n, (dtype, shape, data)): (&String, &(Dtype, Vec<usize>, Vec<u8>))| {
+                (n.clone(), TensorView::new(*dtype, shape.clone(), data.clone().leak()).unwrap())
+            };
+            serialize(tensors.iter().map(view), Some(metadata)).unwrap()
+        };
+        let (same, told) = again(&views(&tensors), None);
+        assert_eq!((same, told), (false, Err("`h.0.attn.bias` is no weight and was not kept".to_string())));
+        tensors.remove("h.0.attn.bias");
+        assert_eq!(again(&views(&tensors), None), (true, Ok(())));
+    }
+    let (same, told) = again(&std::fs::read(write_wide(folder.path())).unwrap(), None);
+    assert!(!same && told.unwrap_err().contains("was F64, and is kept as f32"));
+    // A Llama, its tensors in another order than ours, its header in yet another, and its table twice.
+    let llama = GptConfig { tied: true, ..GptConfig::llama((13, 7), 24, 2, (6, 3), 31) };
+    let path = saved(&llama, "A{dp:1}", &folder.path().join("llama"));
+    let out = hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("llama-out"), None).unwrap();
+    assert_eq!(out.as_imported, None);
+    let bytes = std::fs::read(&out.model).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let mut names = tensors.names();
+    names.sort_by_key(|name| name.bytes().rev().map(u64::from).fold(7, |a, b| a * 31 % 1009 + b));
+    let mut all: Vec<(&str, &str)> = names.iter().map(|name| (*name, *name)).collect();
+    all.insert(3, ("lm_head.weight", "model.embed_tokens.weight"));
+    let (mut members, mut data) = (vec![r#""__metadata__": {"format":"pt"}"#.to_string()], vec![]);
+    for (name, of) in &all {
+        let tensor = tensors.tensor(of).unwrap();
+        let (start, shape) = (data.len(), tensor.shape());
+        data.extend_from_slice(tensor.data());
+        let end = data.len();
+        members.push(format!(
+            r#""{name}": {{"shape": {shape:?}, "dtype": "F32", "data_offsets": [{start}, {end}]}}"#
+        ));
+    }
+    members.reverse();
+    let header = format!("{{{}}}   ", members.join(", "));
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
+    assert_ne!(file, bytes);
+    assert_eq!(again(&file, Some(&out.config)), (true, Ok(())));
+}
+
+/// A file of wider numbers than it will be kept in.
+fn write_wide(folder: &Path) -> PathBuf {
+    let mut tensors = older(folder, Dtype::F64);
+    tensors.remove("h.0.attn.bias");
+    let file = folder.join("wide.safetensors");
+    write(&file, &tensors);
+    file
 }
 
 #[test]

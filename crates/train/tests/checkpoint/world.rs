@@ -76,9 +76,9 @@ impl World {
         for &w in &self.stages[stage].1 {
             let Weight { name, shape, split } = &self.weights[w];
             let (name, split) = (name.clone(), *split);
-            let (init, decay, rows_over) = (Init::Zeros, true, None);
-            let split = split.map(|dim| (dim, "tp"));
-            parameters.declare(Declaration { name, shape, split, init, decay, rows_over });
+            let (init, decay, summed_over) = (Init::Zeros, true, &[][..]);
+            let split: Vec<_> = split.map(|dim| (dim, "tp")).into_iter().collect();
+            parameters.declare(Declaration { name, shape, split: &split, init, decay, summed_over });
         }
         let parameters = parameters.into_list();
         let len = parameters.last().map_or(0, |p| p.range.end);

@@ -105,7 +105,7 @@ pub fn run(model: &(dyn Model<Cpu<f64>> + Sync), job: &Job, batch: &[BTreeMap<St
 }
 
 fn ranks(model: &dyn Model<Cpu<f64>>, job: &Job, spec: &StageSpec) -> Vec<RankStage> {
-    let mesh: Mesh = spec.mesh.parse().unwrap();
+    let mesh: Mesh = model.mesh(&spec.mesh.parse().unwrap());
     let places: Vec<StageRank> = (0..mesh.len()).map(|p| StageRank::new(mesh.clone(), p).unwrap()).collect();
     let rows = places[0].dp().size;
     let groups: Vec<_> = (0..rows).map(|_| in_process::<f64>(places[0].tp().size)).collect();

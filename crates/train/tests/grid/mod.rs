@@ -110,10 +110,11 @@ impl Case {
         let (chunks, backward) = (self.chunks, self.backward);
         let spec = Spec { chunks, backward, ..Spec::even(self.meshes.len() as u32, self.microbatches) };
         let schedule = generate(name, &spec).unwrap();
-        let stages = cut(self.kind.model::<T>().num_units(), schedule.placement().num_stages());
+        let model = self.kind.model::<T>();
+        let stages = cut(model.num_units(), schedule.placement().num_stages());
         let (mut next, count) = (0, stages.len());
         let team = |text: &&str| {
-            let mesh: crossmesh_core::mesh::Mesh = text.parse().unwrap();
+            let mesh = model.mesh(&text.parse().unwrap());
             let ranks = (next..next + mesh.len()).map(Rank::at).collect();
             next += mesh.len();
             Team { mesh, ranks, sequence_parallel: self.sequence_parallel }

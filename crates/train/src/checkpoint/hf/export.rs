@@ -1,5 +1,6 @@
 //! Writing `model.safetensors` and `config.json`, one tensor in memory at a time.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write;
@@ -12,9 +13,9 @@ use super::super::error::CheckpointError;
 use super::super::load::Checkpoint;
 use super::super::state::Convert;
 use super::super::store::write_synced;
-use super::super::tensor_file::header_bytes;
+use super::super::tensor_file::{Entry, Header, header_bytes};
 use super::super::write::sync_folder;
-use super::{decoder_config, foreign};
+use super::{HEAD, HEADER, LLAMA_TABLE, PREFIX, decoder_config, foreign, real};
 use crate::chain::parameters;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::scalar::Scalar;
@@ -28,10 +29,13 @@ pub struct Exported {
     pub config: PathBuf,
     pub tensors: usize,
     pub bytes: u64,
+    /// Whether the file is written as the one was that the model was imported from: the same header, order and types. Where not, why not;
+    /// nothing where it was not imported.
+    pub as_imported: Option<Result<(), String>>,
 }
 
 /// Writes a checkpoint of a decoder into a folder, as transformers' `GPT2LMHeadModel` or `LlamaForCausalLM` loads it. Numbers stay as wide as they
-/// are. `end` is the token that ends a document, where that is known.
+/// are; a model that was imported, and not trained since, becomes the file that it came from, byte by byte, where its numbers are as wide as those were. `end` is the token that ends a document, where that is known.
 pub fn export(checkpoint: &Checkpoint, folder: &Path, end: Option<u32>) -> Result<Exported, CheckpointError> {
     match checkpoint.dtype() {
         DType::F64 => export_as::<f64>(checkpoint, folder, end),
@@ -52,7 +56,13 @@ fn export_as<T: Scalar>(
     fs::create_dir_all(folder).map_err(CheckpointError::io("create", folder))?;
     let path = folder.join("model.safetensors");
     let beside = folder.join(".model.safetensors.partial");
-    let bytes = write_tensors::<T>(checkpoint, &parameters, &beside).inspect_err(|_| {
+    let imported = checkpoint.facts().run.get(HEADER).and_then(Value::as_str);
+    let kept = imported.map(|text| as_imported::<T>(text, &parameters));
+    let (header, tensors) = match &kept {
+        Some(Ok(kept)) => kept.clone(),
+        _ => as_ours::<T>(&parameters),
+    };
+    let bytes = write_tensors::<T>(checkpoint, &header, &tensors, &beside).inspect_err(|_| {
         // Half a file is of no use, and may be what fills the disk.
         let _ = fs::remove_file(&beside);
     })?;
@@ -61,14 +71,15 @@ fn export_as<T: Scalar>(
     let text = serde_json::to_string_pretty(&foreign_config::<T>(&config, end)).expect("a document") + "\n";
     write_synced(&config_path, text.as_bytes())?;
     sync_folder(folder)?;
-    Ok(Exported { model: path, config: config_path, tensors: parameters.len(), bytes })
+    let (tensors, as_imported) = (tensors.len(), kept.map(|kept| kept.map(drop)));
+    Ok(Exported { model: path, config: config_path, tensors, bytes, as_imported })
 }
 
-fn write_tensors<T: Scalar>(
-    checkpoint: &Checkpoint,
-    parameters: &[Parameter],
-    path: &Path,
-) -> Result<u64, CheckpointError> {
+/// A tensor to be written: which one, and in what type.
+type Tensor<'a> = (&'a Parameter, DType);
+
+/// A header, and the tensors in the order of their bytes, as we write them.
+fn as_ours<T: Scalar>(parameters: &[Parameter]) -> (Vec<u8>, Vec<Tensor<'_>>) {
     let dtype = T::DTYPE.name().to_uppercase();
     let entry = |p: &Parameter| {
         let (name, shape) = foreign(p);
@@ -76,18 +87,72 @@ fn write_tensors<T: Scalar>(
     };
     let entries: Vec<_> = parameters.iter().map(entry).collect();
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
-    let header = header_bytes(&metadata, &entries);
+    (header_bytes(&metadata, &entries), parameters.iter().map(|p| (p, T::DTYPE)).collect())
+}
+
+/// The same as the file was that the model came from; or why it cannot be.
+fn as_imported<'a, T: Scalar>(
+    text: &str,
+    parameters: &'a [Parameter],
+) -> Result<(Vec<u8>, Vec<Tensor<'a>>), String> {
+    let header = Header::parse(text.to_string())?;
+    let tensor = |(key, entry): (&String, &Entry)| {
+        let name = key.strip_prefix(PREFIX).unwrap_or(key);
+        let named = |name: &str| parameters.iter().find(|p| p.name == name);
+        // A head that is the table of tokens again.
+        let tied = || [LLAMA_TABLE, "wte.weight"].into_iter().find_map(named).filter(|_| name == HEAD);
+        let parameter =
+            named(name).or_else(tied).ok_or_else(|| format!("`{key}` is no weight and was not kept"))?;
+        let dtype = real(&entry.dtype).ok_or_else(|| format!("`{key}` is {}", entry.dtype))?;
+        if dtype.bytes() > T::DTYPE.bytes() {
+            return Err(format!("`{key}` was {}, and is kept as {}", entry.dtype, T::DTYPE));
+        }
+        let (_, shape) = foreign(parameter);
+        if shape != entry.shape {
+            return Err(format!("`{key}` was {:?}, and is {shape:?}", entry.shape));
+        }
+        Ok((parameter, dtype))
+    };
+    let tensors: Vec<_> = header.in_order().into_iter().map(tensor).collect::<Result<_, _>>()?;
+    match parameters.iter().find(|p| !tensors.iter().any(|(known, _)| known.name == p.name)) {
+        Some(p) => Err(format!("it had no `{}`", p.name)),
+        None => Ok((header.bytes(), tensors)),
+    }
+}
+
+fn write_tensors<T: Scalar>(
+    checkpoint: &Checkpoint,
+    header: &[u8],
+    tensors: &[Tensor<'_>],
+    path: &Path,
+) -> Result<u64, CheckpointError> {
     let io = |error| CheckpointError::io("write", path)(error);
     let mut file = File::create(path).map_err(CheckpointError::io("create", path))?;
-    file.write_all(&header).map_err(io)?;
+    file.write_all(header).map_err(io)?;
     let mut bytes = header.len() as u64;
-    for parameter in parameters {
+    for (parameter, dtype) in tensors {
         let values = checkpoint.whole::<T>(&parameter.name, parameter.layout.shape(), Convert::No)?;
-        file.write_all(bytemuck::cast_slice(&values)).map_err(io)?;
-        bytes += size_of_val(&values[..]) as u64;
+        let written = encoded(*dtype, &values);
+        file.write_all(&written).map_err(io)?;
+        bytes += written.len() as u64;
     }
     file.sync_all().map_err(io)?;
     Ok(bytes)
+}
+
+/// Little-endian numbers; the same bits where the type is the same.
+fn encoded<T: Scalar>(dtype: DType, values: &[T]) -> Cow<'_, [u8]> {
+    fn each<T: Scalar, const N: usize>(values: &[T], bytes: impl Fn(f64) -> [u8; N]) -> Cow<'_, [u8]> {
+        Cow::Owned(values.iter().flat_map(|x| bytes(x.to_f64())).collect())
+    }
+    match dtype {
+        same if same == T::DTYPE => Cow::Borrowed(bytemuck::cast_slice(values)),
+        DType::F64 => each(values, f64::to_le_bytes),
+        DType::F32 => each(values, |x| (x as f32).to_le_bytes()),
+        DType::F16 => each(values, |x| half::f16::from_f64(x).to_le_bytes()),
+        DType::Bf16 => each(values, |x| half::bf16::from_f64(x).to_le_bytes()),
+        other => unreachable!("{other} is no real number"),
+    }
 }
 
 /// What transformers calls the sizes.

@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
 use crossmesh_core::region::Region;
 use serde_json::{Value, json};
@@ -15,7 +14,7 @@ use super::super::snapshot::Snapshot;
 use super::super::state::StageState;
 use super::super::store::Store;
 use super::super::tensor_file::{Entry, Header};
-use super::{HEAD, LLAMA_TABLE, PREFIX, foreign, model_json};
+use super::{HEAD, HEADER, LLAMA_TABLE, PREFIX, foreign, model_json, real};
 use crate::chain::parameters;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::scalar::Scalar;
@@ -66,7 +65,8 @@ pub fn import<T: Scalar>(
     let state = StageState::of_weights(&parameters, &place, &values);
     let snapshot = Snapshot::take(0, Rank(0), &[state])?;
     let from = file.file_name().map(|n| n.to_string_lossy().into_owned());
-    let (model, run) = (model_json(&config), json!({ "imported": from }));
+    // What the file looked like, to write the same again.
+    let (model, run) = (model_json(&config), json!({ "imported": from, HEADER: foreign.header.text }));
     let facts = Facts { step: 0, samples: 0, seed: 0, model, run, optimizer: None };
     let path = store.commit(&facts, &[store.write(snapshot).report()])?;
     Ok(Imported { path, config, tensors: parameters.len() })
@@ -280,13 +280,8 @@ impl Foreign {
         if entry.shape != wanted {
             return Err(self.wrong(format!("`{name}` has the shape {:?}, not {wanted:?}", entry.shape)));
         }
-        let dtype = match entry.dtype.as_str() {
-            "F64" => DType::F64,
-            "F32" => DType::F32,
-            "F16" => DType::F16,
-            "BF16" => DType::Bf16,
-            other => return Err(self.wrong(format!("`{name}` is {other}, not F64, F32, F16 or BF16"))),
-        };
+        let dtype = real(&entry.dtype)
+            .ok_or_else(|| self.wrong(format!("`{name}` is {}, not F64, F32, F16 or BF16", entry.dtype)))?;
         let start = self.header.range(entry).start;
         let source = Source { file: &self.file, path: &self.path, start, dtype };
         let whole = Region::whole(parameter.layout.shape());

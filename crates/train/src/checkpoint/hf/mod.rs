@@ -19,6 +19,7 @@ mod import;
 pub use export::{Exported, export};
 pub use import::{Imported, import};
 
+use crossmesh_core::dtype::DType;
 use serde_json::{Value, json};
 
 use super::error::CheckpointError;
@@ -31,6 +32,8 @@ use crate::parameter::Parameter;
 /// What transformers puts before all names but that of the head.
 const PREFIX: &str = "transformer.";
 const HEAD: &str = "lm_head.weight";
+/// Under this name the facts of an imported model keep the header of the file it came from.
+const HEADER: &str = "header";
 /// What tells a Llama from a GPT-2.
 const LLAMA_TABLE: &str = "model.embed_tokens.weight";
 /// Maps to heads.
@@ -117,6 +120,17 @@ fn llama_sizes(
     let family = Family::Llama { kv_heads, rotary: RotaryConfig { theta, scaling } };
     let sizes = GptConfig::llama((vocab, context as usize), width, layers, (heads, kv_heads), hidden);
     Ok(GptConfig { family, ..sizes })
+}
+
+/// The type of real numbers that a file calls so.
+fn real(dtype: &str) -> Option<DType> {
+    match dtype {
+        "F64" => Some(DType::F64),
+        "F32" => Some(DType::F32),
+        "F16" => Some(DType::F16),
+        "BF16" => Some(DType::Bf16),
+        _ => None,
+    }
 }
 
 /// A parameter's name and shape in transformers.

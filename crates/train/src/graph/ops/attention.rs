@@ -12,12 +12,14 @@ use crate::stage::{StageError, Value};
 /// Sizes of all heads together.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionSpec {
-    /// Along which heads are split.
+    /// Along which heads of keys and values are split, each with the heads that ask it.
     pub axis: Axis,
+    /// Along which the heads that ask the same keys are split.
+    pub group_axis: Option<Axis>,
     /// Which of the model's attentions it is, to find its keys and values of earlier rows.
     pub layer: usize,
     pub heads: usize,
-    /// Heads of keys and values; each is asked by as many heads of queries. They are what is shared out.
+    /// Heads of keys and values; each is asked by as many heads of queries.
     pub kv_heads: usize,
     pub head_dim: usize,
     /// Rows of a sample that ask, and that are asked.
@@ -59,8 +61,13 @@ impl<K: Kernels> Builder<'_, '_, K> {
         let typed = self.typed(ins[0]).clone();
         debug_assert_eq!(typed.lie.value[spec.axis.0], Spread::Columns, "heads are columns");
         let held = self.team.along(spec.axis).part(spec.kv_heads);
-        let group = spec.heads / spec.kv_heads;
-        let (heads, first_head) = (held.len() * group, held.start * group);
+        let all = spec.heads / spec.kv_heads;
+        let group = spec.group_axis.map_or(0..all, |axis| self.team.along(axis).part(all));
+        assert!(
+            held.len() <= 1 || group.len() == all,
+            "heads that ask the same keys are split for one of them at a time"
+        );
+        let (heads, first_head) = (held.len() * group.len(), held.start * all + group.start);
         let samples = typed.rows.len() / spec.queries;
         let op = Attention { spec, samples, heads, first_head, kv_heads: held.len(), inputs: ins.len() };
         let out = Typed { cols: heads * spec.head_dim, ..typed };

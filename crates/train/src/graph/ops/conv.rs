@@ -5,7 +5,7 @@
 use crate::flat::FlatMut;
 use crate::graph::build::{Builder, Keep};
 use crate::graph::op::{Arg, Cost, Ctx, Made, Needs, Op, Reads, Saved};
-use crate::graph::ops::linear::Parallel;
+use crate::graph::ops::linear::{Parallel, of_outs};
 use crate::graph::{Typed, Val};
 use crate::kernels::{BufSlice, Conv as Size, Gemm, Kernels, PartMut, Rows};
 use crate::parameter::Init;
@@ -37,7 +37,7 @@ pub struct ConvSpec<'a> {
     pub stride: usize,
     pub ins: &'a [usize],
     pub outs: &'a [usize],
-    pub parallel: Parallel,
+    pub parallel: Parallel<'a>,
     pub init: Init,
 }
 
@@ -58,10 +58,10 @@ impl<K: Kernels> Builder<'_, '_, K> {
         let typed = self.typed(x).clone();
         let kernel = [spec.kernel; 2];
         let shape: Vec<usize> = kernel.iter().chain(spec.ins).chain(spec.outs).copied().collect();
-        let of_weight = split.map(|(dim, axis)| (dim + 2, axis));
-        let weight = self.weight(x, format!("{}.weight", spec.name), &shape, of_weight, (spec.init, true));
-        let of_bias = split.and_then(|(dim, axis)| Some((dim.checked_sub(spec.ins.len())?, axis)));
-        let bias = self.weight(x, format!("{}.bias", spec.name), spec.outs, of_bias, (Init::Zeros, false));
+        let of_weight: Vec<_> = split.iter().map(|(dim, axis)| (dim + 2, *axis)).collect();
+        let weight = self.weight(x, format!("{}.weight", spec.name), &shape, &of_weight, (spec.init, true));
+        let of_bias = of_outs(&split, spec.ins.len());
+        let bias = self.weight(x, format!("{}.bias", spec.name), spec.outs, &of_bias, (Init::Zeros, false));
         let outs = weight.dims[2 + spec.ins.len()..].iter().product();
         let op = Conv {
             grid,

@@ -44,7 +44,7 @@ impl<K: Kernels> Builder<'_, '_, K> {
     /// Adds a learned vector for every one of a sample's `context` rows.
     pub fn positions(&mut self, x: Val, name: &str, context: usize, init: Init) -> Val {
         let out = self.typed(x).clone();
-        let table = self.weight(x, name.into(), &[context, out.cols], None, (init, true));
+        let table = self.weight(x, name.into(), &[context, out.cols], &[], (init, true));
         let first = |axis| self.team.along(axis).rank == 0;
         let adds = out.split(Spread::Summand).is_none_or(first);
         let op = Positions { table: table.start, context, rows: out.rows.len(), cols: out.cols, adds };

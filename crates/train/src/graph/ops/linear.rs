@@ -8,15 +8,15 @@ use crate::kernels::{Gemm, Kernels, Rows};
 use crate::parameter::Init;
 use crate::stage::{StageError, Value};
 
-/// How the ranks of an axis share a map.
+/// How ranks share a map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Parallel {
+pub enum Parallel<'a> {
     /// Everybody computes it.
     None,
-    /// Each has some columns of the result: the dim of `outs` that is split.
-    Columns(Axis, usize),
-    /// Each has some columns of `x`, and a summand of the result: the dim of `ins` that is split.
-    Summands(Axis, usize),
+    /// Each has some columns of the result: the dims of `outs` that axes split.
+    Columns(&'a [(Axis, usize)]),
+    /// Each has some columns of `x`, and a summand of the result: the dims of `ins` that axes split.
+    Summands(&'a [(Axis, usize)]),
 }
 
 /// A linear map to be declared: its dims in as many as it takes to say what is split.
@@ -26,7 +26,7 @@ pub struct LinearSpec<'a> {
     pub name: &'a str,
     pub ins: &'a [usize],
     pub outs: &'a [usize],
-    pub parallel: Parallel,
+    pub parallel: Parallel<'a>,
     pub init: Init,
     pub bias: bool,
     /// Whether the matrix lies as `[outs.., ins..]`.
@@ -68,14 +68,15 @@ impl<K: Kernels> Builder<'_, '_, K> {
                 Some(out) => out,
                 None => spec.outs.len() + dim,
             };
-            ([spec.outs, spec.ins].concat(), split.map(|(dim, axis)| (turned(dim), axis)), 0)
+            let of_weight = split.iter().map(|(dim, axis)| (turned(*dim), *axis)).collect();
+            ([spec.outs, spec.ins].concat(), of_weight, 0)
         } else {
-            ([spec.ins, spec.outs].concat(), split, spec.ins.len())
+            ([spec.ins, spec.outs].concat(), split.clone(), spec.ins.len())
         };
-        let weight = self.weight(x, format!("{}.weight", spec.name), &shape, of_weight, (spec.init, true));
+        let weight = self.weight(x, format!("{}.weight", spec.name), &shape, &of_weight, (spec.init, true));
         let bias = spec.bias.then(|| {
-            let split = split.and_then(|(dim, axis)| Some((dim.checked_sub(spec.ins.len())?, axis)));
-            self.weight(x, format!("{}.bias", spec.name), spec.outs, split, (Init::Zeros, false)).start
+            let split = of_outs(&split, spec.ins.len());
+            self.weight(x, format!("{}.bias", spec.name), spec.outs, &split, (Init::Zeros, false)).start
         });
         let outs = weight.dims[first_out..][..spec.outs.len()].iter().product();
         let op = Linear {
@@ -92,7 +93,7 @@ impl<K: Kernels> Builder<'_, '_, K> {
 
     /// `x T'`, with a table `T` whose rows are split: logits.
     pub fn times_table(&mut self, x: Val, spec: &TableSpec) -> Val {
-        let (x, lie, _) = self.shared(x, Parallel::Columns(spec.axis, 0), 1);
+        let (x, lie, _) = self.shared(x, Parallel::Columns(&[(spec.axis, 0)]), 1);
         let typed = self.typed(x).clone();
         let (weight, outs) = self.table(x, spec);
         let (rows, ins) = (typed.rows.len(), typed.cols);
@@ -102,39 +103,50 @@ impl<K: Kernels> Builder<'_, '_, K> {
 
     /// Declares a table; where it lies, and its rows here.
     pub(super) fn table(&mut self, x: Val, spec: &TableSpec) -> (usize, usize) {
-        let (shape, split) = ([spec.rows, spec.cols], Some((0, spec.axis)));
-        let weight = self.weight(x, spec.name.clone(), &shape, split, (spec.init, true));
+        let (shape, split) = ([spec.rows, spec.cols], [(0, spec.axis)]);
+        let weight = self.weight(x, spec.name.clone(), &shape, &split, (spec.init, true));
         (weight.start, weight.dims[0])
     }
 
-    /// `x` as a map wants it to lie, how its result lies, and which dim of `[ins.., outs..]` is split.
+    /// `x` as a map wants it to lie, how its result lies, and which dims of `[ins.., outs..]` are split.
     pub(super) fn shared(
         &mut self,
         x: Val,
-        parallel: Parallel,
+        parallel: Parallel<'_>,
         ins: usize,
-    ) -> (Val, Lie, Option<(usize, Axis)>) {
-        let lie = self.typed(x).lie.clone();
+    ) -> (Val, Lie, Vec<(usize, Axis)>) {
+        let (mut wanted, mut lie) = (self.typed(x).lie.clone(), self.typed(x).lie.clone());
+        let mut split = vec![];
         match parallel {
-            Parallel::None => (x, lie, None),
-            Parallel::Columns(axis, dim) => {
-                let wanted = lie.entering(axis);
-                (self.want(x, &wanted), lie.along(axis, Spread::Columns), Some((ins + dim, axis)))
+            Parallel::None => {}
+            Parallel::Columns(dims) => {
+                for &(axis, dim) in dims {
+                    (wanted, lie) = (wanted.entering(axis), lie.along(axis, Spread::Columns));
+                    split.push((ins + dim, axis));
+                }
             }
-            Parallel::Summands(axis, dim) => {
-                let wanted = lie.along(axis, Spread::Columns);
-                (self.want(x, &wanted), lie.along(axis, Spread::Summand), Some((dim, axis)))
+            Parallel::Summands(dims) => {
+                for &(axis, dim) in dims {
+                    (wanted, lie) = (wanted.along(axis, Spread::Columns), lie.along(axis, Spread::Summand));
+                    split.push((dim, axis));
+                }
             }
         }
+        (self.want(x, &wanted), lie, split)
     }
 
     /// Of the summands of a result, the first rank's has the bias in it.
-    pub(super) fn adds_bias(&self, parallel: Parallel) -> bool {
+    pub(super) fn adds_bias(&self, parallel: Parallel<'_>) -> bool {
         match parallel {
-            Parallel::Summands(axis, _) => self.team.along(axis).rank == 0,
+            Parallel::Summands(dims) => dims.iter().all(|(axis, _)| self.team.along(*axis).rank == 0),
             _ => true,
         }
     }
+}
+
+/// Of the split dims of `[ins.., outs..]`, those of `outs`.
+pub(super) fn of_outs(split: &[(usize, Axis)], ins: usize) -> Vec<(usize, Axis)> {
+    split.iter().filter_map(|(dim, axis)| Some((dim.checked_sub(ins)?, *axis))).collect()
 }
 
 impl<K: Kernels> Op<K> for Linear {

@@ -72,13 +72,13 @@ impl<K: Kernels> Builder<'_, '_, K> {
     /// Every row by itself.
     pub fn layer_norm(&mut self, x: Val, spec: &NormSpec<'_>) -> Val {
         let size = self.typed(x).size();
-        self.normed(x, spec, &[size.cols], None, Over::Rows(size))
+        self.normed(x, spec, &[size.cols], &[], Over::Rows(size))
     }
 
     /// Every row by itself, about zero and without a shift.
     pub fn rms_norm(&mut self, x: Val, spec: &NormSpec<'_>) -> Val {
         let size = self.typed(x).size();
-        self.normed(x, spec, &[size.cols], None, Over::Squares(size))
+        self.normed(x, spec, &[size.cols], &[], Over::Squares(size))
     }
 
     /// Groups of channels of images of `pixels` pixels. Where channels are split, whole groups are.
@@ -94,8 +94,8 @@ impl<K: Kernels> Builder<'_, '_, K> {
         let over =
             GroupNorm { samples: size.rows / pixels, pixels, channels: size.cols, groups: size.cols / each };
         match self.typed(x).split(Spread::Columns) {
-            Some(axis) => self.normed(x, spec, &[groups, each], Some((0, axis)), Over::Groups(over)),
-            None => self.normed(x, spec, &[groups * each], None, Over::Groups(over)),
+            Some(axis) => self.normed(x, spec, &[groups, each], &[(0, axis)], Over::Groups(over)),
+            None => self.normed(x, spec, &[groups * each], &[], Over::Groups(over)),
         }
     }
 
@@ -104,7 +104,7 @@ impl<K: Kernels> Builder<'_, '_, K> {
         x: Val,
         spec: &NormSpec<'_>,
         shape: &[usize],
-        split: Option<(usize, Axis)>,
+        split: &[(usize, Axis)],
         over: Over,
     ) -> Val {
         let mut declare = |kind: &str, init: Init| {

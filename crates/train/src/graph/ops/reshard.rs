@@ -83,6 +83,11 @@ impl Reshard {
         }
     }
 
+    /// The same value under another name.
+    pub(in crate::graph) fn nothing(axis: Axis) -> Self {
+        Self { axis, parts: vec![], len: 0, forward: Move::Nothing, backward: Move::Nothing }
+    }
+
     /// Whether nothing happens in F.
     pub(in crate::graph) fn is_same(&self) -> bool {
         self.forward == Move::Nothing

@@ -57,6 +57,13 @@ impl<T: Scalar> Cpu<T> {
         dx: ProjectedMut<'_, HostBuf<T>>,
     ) {
         if size.heads == 0 || size.samples == 0 {
+            // Nobody asks these keys.
+            let all = match dx {
+                ProjectedMut::Fused(dx) => vec![dx],
+                ProjectedMut::Apart { q, kv } => vec![q, kv],
+                ProjectedMut::Three { q, k, v } => vec![q, k, v],
+            };
+            all.into_iter().for_each(|dx| dx.fill(T::ZERO));
             return;
         }
         let Attention { samples, heads: all, kv_heads, head_dim, queries, keys, .. } = *size;

@@ -14,13 +14,17 @@ mod units;
 
 use std::ops::Range;
 
+use crossmesh_core::mesh::Mesh;
+
 use crate::chain::{Interface, Model, Setup, Shape, Tensor};
 use crate::graph::ops::rotary::Turns;
 use crate::graph::{Builder, Unit};
 use crate::kernels::Kernels;
+use crate::models::branch::team;
 use crate::models::{ConfigError, few, positive, product};
-use crate::parameter::Parameters;
+use crate::parameter::{Parameter, Parameters};
 use crate::stage::Role;
+use crate::stage_rank::{KV, StageRank, sharing_heads};
 use rotary::RotaryConfig;
 use units::Units;
 
@@ -172,13 +176,19 @@ impl Gpt {
         Ok(blocks.iter().enumerate().map(stage).collect())
     }
 
-    /// The units that read `rows` rows of one sample, on one rank, and say what may come next.
-    pub fn reading<K: Kernels>(&self, rows: usize) -> Vec<Unit<K>> {
-        let setup = Setup::alone(1, 0);
+    /// The units `range` of those that read `rows` rows of one sample and say what may come next, as a rank holds them; and their parameters, which are
+    /// the same for any number of rows.
+    pub fn reading<K: Kernels>(
+        &self,
+        rows: usize,
+        range: Range<usize>,
+        place: &StageRank,
+    ) -> (Vec<Unit<K>>, Vec<Parameter>) {
+        let setup = Setup { place: place.clone(), ..Setup::alone(1, 0) };
         let mut parameters = Parameters::new::<K::Real>(&setup.place);
         let last = self.config.layers + 1;
         let mut unit = |unit: usize| {
-            let units = Units::reading(self, rows, Builder::new(setup.team(), &mut parameters));
+            let units = Units::reading(self, rows, Builder::new(team(&setup), &mut parameters));
             let graph = match unit {
                 0 => units.embed(),
                 unit if unit < last => units.block(unit - 1),
@@ -186,15 +196,18 @@ impl Gpt {
             };
             Unit::new(graph, setup.recompute)
         };
-        (0..=last).map(&mut unit).collect()
+        let units = range.map(&mut unit).collect();
+        (units, parameters.into_list())
     }
 
-    /// Columns of keys, and of values, of a layer.
-    pub fn kv_width(&self) -> usize {
-        match self.config.family {
-            Family::Gpt2 => self.config.width,
-            Family::Llama { kv_heads, .. } => kv_heads * (self.config.width / self.config.heads),
-        }
+    /// Columns of keys, and of values, of a layer that a rank has.
+    pub fn kv_width(&self, place: &StageRank) -> usize {
+        let kv_heads = match self.config.family {
+            Family::Gpt2 => self.config.heads,
+            Family::Llama { kv_heads, .. } => kv_heads,
+        };
+        let axis = if place.mesh().axis_index(KV).is_some() { KV } else { "tp" };
+        place.along(axis).part(kv_heads).len() * (self.config.width / self.config.heads)
     }
 
     fn hidden_state(&self) -> Tensor {
@@ -213,15 +226,28 @@ impl<K: Kernels> Model<K> for Gpt {
         self.config.layers + 2
     }
 
-    fn check(&self, setup: &Setup) -> Result<(), ConfigError> {
-        let tp = setup.place.tp().size;
+    fn mesh(&self, mesh: &Mesh) -> Mesh {
         match self.config.family {
-            Family::Llama { kv_heads, .. } if tp > kv_heads && !tp.is_multiple_of(kv_heads) => {
-                let reason = format!("{tp} ranks along tp neither divide them nor are a multiple of them");
-                Err(ConfigError::new("kv_heads", kv_heads, reason, "use as many ranks along tp, or fewer"))
-            }
-            _ => Ok(()),
+            Family::Gpt2 => mesh.clone(),
+            Family::Llama { kv_heads, .. } => sharing_heads(mesh, kv_heads),
         }
+    }
+
+    fn check(&self, setup: &Setup) -> Result<(), ConfigError> {
+        let Family::Llama { kv_heads, .. } = self.config.family else { return Ok(()) };
+        let (tp, kv) = (setup.place.tp().size, setup.place.along(KV).size);
+        let (reason, hint) = if tp > kv_heads && !tp.is_multiple_of(kv_heads) {
+            let reason =
+                format!("{tp} ranks along tp are more than there are heads, and no multiple of them");
+            (reason, format!("use up to {kv_heads} ranks along tp, or a multiple such as {}", 2 * kv_heads))
+        } else if tp > kv_heads && kv != kv_heads {
+            let mesh = setup.place.mesh();
+            let reason = format!("{tp} ranks along tp share them, and the mesh {mesh} does not say how");
+            (reason, "give a stage the mesh that `Model::mesh` makes of it".to_string())
+        } else {
+            return Ok(());
+        };
+        Err(ConfigError::new("kv_heads", kv_heads, reason, hint))
     }
 
     fn interface(&self, unit: usize) -> Interface {
@@ -237,7 +263,7 @@ impl<K: Kernels> Model<K> for Gpt {
     }
 
     fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Unit<K> {
-        let units = Units::new(self, setup, Builder::new(setup.team(), parameters));
+        let units = Units::new(self, setup, Builder::new(team(setup), parameters));
         let graph = match unit {
             0 => units.embed(),
             unit if unit <= self.config.layers => units.block(unit - 1),

@@ -6,9 +6,9 @@ use crate::graph::ops::attention::AttentionSpec;
 use crate::graph::ops::linear::{LinearSpec, Parallel, TableSpec};
 use crate::graph::ops::norm::NormSpec;
 use crate::graph::ops::rotary::Turns;
-use crate::graph::{Builder, Lie, Site, Spread, Val};
+use crate::graph::{Axis, Builder, Lie, Site, Spread, Val};
 use crate::kernels::{Activation, Kernels};
-use crate::models::branch::{Attend, FeedForward, TP, attend, feed_forward};
+use crate::models::branch::{Attend, FeedForward, G, KV, TP, attend, feed_forward};
 use crate::parameter::Init;
 
 /// What all units know.
@@ -66,17 +66,23 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
         let config = self.config;
         let (width, site) = ([config.width], 1 + 3 * layer as u32);
         let (group, head_dim) = (config.heads / kv_heads, config.width / config.heads);
-        // Heads of keys and values are shared out, each with the heads that ask it.
+        // Heads of keys and values are shared out, each with the heads that ask it; where there are more ranks, these are shared out among
+        // ranks with the same keys and values.
         let (asks, asked) = ([kv_heads, group, head_dim], [kv_heads, head_dim]);
         let x = self.trunk("h");
         let normed = self.norm(x, &name("input_layernorm"));
-        let q = self.map(normed, &name("self_attn.q_proj"), &width, &asks, COLUMNS, true);
-        let k = self.map(normed, &name("self_attn.k_proj"), &width, &asked, COLUMNS, true);
-        let v = self.map(normed, &name("self_attn.v_proj"), &width, &asked, COLUMNS, true);
+        let entered = self.b.typed(normed).lie.entering(TP);
+        let normed = self.b.want(normed, &entered);
+        let normed = self.b.seen_along(normed, &[TP], &[KV, G]);
+        let of_keys = Parallel::Columns(&[(KV, 0)]);
+        let q = self.map(normed, &name("self_attn.q_proj"), &width, &asks, Parallel::Columns(HEADS), true);
+        let k = self.map(normed, &name("self_attn.k_proj"), &width, &asked, of_keys, true);
+        let v = self.map(normed, &name("self_attn.v_proj"), &width, &asked, of_keys, true);
         let turns = self.turns.as_ref().expect("a Llama turns its heads");
         let (q, k) = (self.b.rotate(q, turns), self.b.rotate(k, turns));
         let attention = AttentionSpec {
-            axis: TP,
+            axis: KV,
+            group_axis: Some(G),
             layer,
             heads: config.heads,
             kv_heads,
@@ -87,7 +93,9 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
             dropout: (site, config.dropout),
         };
         let heads = self.b.grouped_attention(q, k, v, attention);
-        let attended = self.map(heads, &name("self_attn.o_proj"), &asks, &width, SUMMANDS, false);
+        let summands = Parallel::Summands(HEADS);
+        let attended = self.map(heads, &name("self_attn.o_proj"), &asks, &width, summands, false);
+        let attended = self.b.seen_along(attended, &[KV, G], &[TP]);
         let x = self.b.residual(x, attended, self.site(site + 1));
         let normed = self.norm(x, &name("post_attention_layernorm"));
         let hidden = [config.hidden];
@@ -107,7 +115,7 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
         name: &str,
         ins: &[usize],
         outs: &[usize],
-        parallel: Parallel,
+        parallel: Parallel<'_>,
         in_attention: bool,
     ) -> Val {
         let (init, bias, transposed) = (NORMAL, false, true);
@@ -212,8 +220,10 @@ struct Names {
 }
 
 const NORMAL: Init = Init::Normal { deviation: DEVIATION };
-const COLUMNS: Parallel = Parallel::Columns(TP, 0);
-const SUMMANDS: Parallel = Parallel::Summands(TP, 0);
+const COLUMNS: Parallel<'_> = Parallel::Columns(&[(TP, 0)]);
+const SUMMANDS: Parallel<'_> = Parallel::Summands(&[(TP, 0)]);
+/// Heads of queries, as `[kv heads, heads that ask each, ..]`.
+const HEADS: &[(Axis, usize)] = &[(KV, 0), (G, 1)];
 
 /// The table of tokens, which embedding and head may share.
 fn table(config: &GptConfig, name: &str) -> TableSpec {

@@ -145,7 +145,7 @@ impl<'s, 'p, K: Kernels> Units<'_, 's, 'p, K> {
             stride: 1,
             ins: &[ins],
             outs: &between,
-            parallel: Parallel::Columns(TP, 0),
+            parallel: Parallel::Columns(&[(TP, 0)]),
             init: init(9 * ins),
         };
         let h = self.b.conv(active, self.grid, &first);
@@ -154,7 +154,7 @@ impl<'s, 'p, K: Kernels> Units<'_, 's, 'p, K> {
             name: &name("time_emb_proj"),
             ins: &[wide],
             outs: &between,
-            parallel: Parallel::Columns(TP, 0),
+            parallel: Parallel::Columns(&[(TP, 0)]),
             init: init(wide),
             bias: true,
             transposed: false,
@@ -170,7 +170,7 @@ impl<'s, 'p, K: Kernels> Units<'_, 's, 'p, K> {
             stride: 1,
             ins: &between,
             outs: &[outs],
-            parallel: Parallel::Summands(TP, 0),
+            parallel: Parallel::Summands(&[(TP, 0)]),
             init: init(9 * outs),
         };
         let branch = self.b.conv(active, self.grid, &second);
