@@ -39,10 +39,11 @@ fn a_nic_per_device_local_links_9x() {
     hold(classes::NIC_PER_DEVICE_9X);
 }
 
-/// Further from the bound than the others, and not known why; seed 3 is the worst of these. The aim is that of the other classes.
+/// Further from the bound than the others: seed 3 is the worst of these, where paths through 335 devices fill slowly. The aim is that
+/// of the other classes.
 #[test]
 fn four_nics_a_host() {
-    hold_to(classes::FOUR_NICS, 1.07, 1.32);
+    hold_to(classes::FOUR_NICS, 1.04, 1.14);
 }
 
 #[test]

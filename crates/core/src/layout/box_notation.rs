@@ -117,7 +117,7 @@ impl Cursor<'_> {
             Ok(()) => Ok(ReadBox { held, at }),
             Err(fault) => {
                 let holder = holder(tensor.mesh, position);
-                let error = BoxError::Bad { holder, region: held.region, fault };
+                let error = BoxError::Bad { holder, region: Box::new(held.region), fault };
                 Err(self.error(at, Problem::Boxes(error)))
             }
         }

@@ -78,9 +78,9 @@ fn row_major(region: &Region) -> Vec<u64> {
 #[non_exhaustive]
 pub enum BoxError {
     #[error("box {region} of {holder} {fault}")]
-    Bad { holder: String, region: Region, fault: BoxFault },
+    Bad { holder: String, region: Box<Region>, fault: BoxFault },
     #[error("boxes {first} and {second} of {holder} share a place in its memory")]
-    SharedPlace { holder: String, first: Region, second: Region },
+    SharedPlace { holder: String, first: Box<Region>, second: Box<Region> },
     #[error("the layout has more than {MAX_BOXES} boxes, counted on every device that holds them")]
     TooManyBoxes,
     #[error("the tensor has more than 2^64 bytes or more than {MAX_DIMS} dims")]
@@ -160,7 +160,7 @@ impl BoxTable {
             for held in &boxes {
                 check_box(held, shape, width).map_err(|fault| BoxError::Bad {
                     holder: holder(),
-                    region: held.region.clone(),
+                    region: Box::new(held.region.clone()),
                     fault,
                 })?;
             }
@@ -233,6 +233,7 @@ pub(super) fn check_places(
 ) -> Result<(), (usize, usize, BoxError)> {
     let Some((i, j)) = memory::collision(boxes) else { return Ok(()) };
     let (first, second) = (boxes[i].region.clone(), boxes[j].region.clone());
+    let (first, second) = (Box::new(first), Box::new(second));
     Err((i, j, BoxError::SharedPlace { holder: holder(), first, second }))
 }
 

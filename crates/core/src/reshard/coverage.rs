@@ -54,6 +54,7 @@ fn check_wanted_once(dst: &Placed) -> Result<(), PlanError> {
         let region = first.intersect(&second).expect("the index finds what overlaps");
         let rank = dst.ranks[table.first_position(kind)];
         let dst = dst.layout.summary().into();
+        let (first, second) = (Box::new(first), Box::new(second));
         return Err(PlanError::WantedTwice { rank, region, first, second, dst });
     }
     Ok(())

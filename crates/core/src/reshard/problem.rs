@@ -42,7 +42,7 @@ pub enum PlanError {
     #[error(
         "{rank} wants {region} twice: in {first} and in {second}\n  {dst}\nhint: a device receives an element once; cut one of the boxes short"
     )]
-    WantedTwice { rank: Rank, region: Region, first: Region, second: Region, dst: Box<str> },
+    WantedTwice { rank: Rank, region: Region, first: Box<Region>, second: Box<Region>, dst: Box<str> },
     #[error(
         "rank {rank} of mesh {mesh} and a rank offset of {offset} make {}, which is too large\nhint: ranks go up to {}", u64::from(*rank) + u64::from(*offset), u32::MAX - 1
     )]
