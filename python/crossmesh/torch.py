@@ -227,7 +227,7 @@ class _Run:
         behind = op.get("follows", [])
         if any(len(self.ends[other]) < self._pieces(other) for other in op.get("after", [])):
             return False
-        needed = [piece + 1 if self._is_behind(number, other) else self._pieces(other) for other in behind]
+        needed = [piece + 1 if self._is_behind(op, other) else self._pieces(other) for other in behind]
         if any(len(self.ends[other]) < count for other, count in zip(behind, needed)):
             return False
         for other in op.get("after", []):
@@ -262,14 +262,17 @@ class _Run:
     def _tag(self, op, piece: int) -> int:
         return op["tag"] + piece * self.tags
 
-    def _is_behind(self, number: int, other: int) -> bool:
-        """Whether what a send reads is, byte by byte, what a receive writes; one that is unpacked at its end is there when all of it is."""
-        row, view = self.rows[other], self._view(self.ops[number], self.ops[number]["from"])
-        return row is not None and view.is_contiguous() and view.data_ptr() == row.data_ptr()
+    def _is_behind(self, op, other: int) -> bool:
+        """Whether a send reads what a receive brings, byte by byte: not of what is added up, which is there when all of it is."""
+        return op["follows"] == [other] and self.rows[other] is not None
 
     def _send(self, number: int, op, piece: int) -> None:
         if self.rows[number] is None:
-            self.rows[number] = (self._view(op, op["from"]) if op["bytes"] else self._word()).contiguous().reshape(-1)
+            behind = op.get("follows", [])
+            if len(behind) == 1 and self._is_behind(op, behind[0]):
+                self.rows[number] = self.rows[behind[0]]
+            else:
+                self.rows[number] = (self._view(op, op["from"]) if op["bytes"] else self._word()).contiguous().reshape(-1)
         row = self.rows[number]
         data = _plain(self._cut(row, number, piece))
         work = dist.isend(data, group_dst=op["peer"], group=self.group, tag=self._tag(op, piece))
@@ -284,7 +287,7 @@ class _Run:
         direct = not op.get("reduce") and into.is_contiguous()
         data = into if direct else torch.empty(into.shape, dtype=into.dtype, device=into.device)
         row, count = data.reshape(-1), self._pieces(number)
-        self.rows[number] = row if direct else None
+        self.rows[number] = None if op.get("reduce") else row
         for piece in range(count):
             part = _plain(self._cut(row, number, piece))
             work = dist.irecv(part, group_src=op["peer"], group=self.group, tag=self._tag(op, piece))
