@@ -133,7 +133,7 @@ def _agree(plan: Plan, program: dict, group: dist.ProcessGroup | None) -> int | 
         raise JobError(f"the plan is for {plan.num_ranks} ranks, the group has {size}")
     backend = dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    waits = any(op.get("after") for rank in program["ranks"] for op in rank["ops"])
+    waits = any(_waits_for_all(op, rank["ops"]) for rank in program["ranks"] for op in rank["ops"])
     mine = torch.tensor([plan.fingerprint, waits], dtype=torch.int64, device=device)
     all_of_them = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(all_of_them, mine, group=group)
@@ -145,6 +145,13 @@ def _agree(plan: Plan, program: dict, group: dist.ProcessGroup | None) -> int | 
             "hint: plan with the same layouts, cluster and options on every rank"
         )
     return None if backend == "nccl" or any(int(t[1]) for t in all_of_them) else PIECE_BYTES
+
+
+def _waits_for_all(op: dict, ops: list[dict]) -> bool:
+    """Whether an op needs more of another than the piece that it is at itself."""
+    behind = op.get("follows", [])
+    by_piece = op["op"] == "send" and len(behind) == 1 and not ops[behind[0]].get("reduce")
+    return bool(op.get("after") or (behind and not by_piece))
 
 
 class _Run:
@@ -227,13 +234,12 @@ class _Run:
         behind = op.get("follows", [])
         if any(len(self.ends[other]) < self._pieces(other) for other in op.get("after", [])):
             return False
-        needed = [piece + 1 if self._is_behind(number, other) else self._pieces(other) for other in behind]
-        if any(len(self.ends[other]) < count for other, count in zip(behind, needed)):
+        if any(len(self.ends[other]) <= piece for other in behind):
             return False
         for other in op.get("after", []):
             self._end(other)
-        for other, count in zip(behind, needed):
-            self._end(other, count)
+        for other in behind:
+            self._end(other, piece + 1)
         if op["op"] == "copy":
             self._copy(op)
             self.ends[number].append(_nothing)
@@ -262,14 +268,14 @@ class _Run:
     def _tag(self, op, piece: int) -> int:
         return op["tag"] + piece * self.tags
 
-    def _is_behind(self, number: int, other: int) -> bool:
-        """Whether what a send reads is, byte by byte, what a receive writes; one that is unpacked at its end is there when all of it is."""
-        row, view = self.rows[other], self._view(self.ops[number], self.ops[number]["from"])
-        return row is not None and view.is_contiguous() and view.data_ptr() == row.data_ptr()
-
     def _send(self, number: int, op, piece: int) -> None:
         if self.rows[number] is None:
-            self.rows[number] = (self._view(op, op["from"]) if op["bytes"] else self._word()).contiguous().reshape(-1)
+            behind = op.get("follows", [])
+            if self.piece_bytes is not None and behind:
+                # The same bytes, where they arrive: what they are unpacked into is there when all of them are.
+                self.rows[number] = self.rows[behind[0]]
+            else:
+                self.rows[number] = (self._view(op, op["from"]) if op["bytes"] else self._word()).contiguous().reshape(-1)
         row = self.rows[number]
         data = _plain(self._cut(row, number, piece))
         work = dist.isend(data, group_dst=op["peer"], group=self.group, tag=self._tag(op, piece))
@@ -284,7 +290,7 @@ class _Run:
         direct = not op.get("reduce") and into.is_contiguous()
         data = into if direct else torch.empty(into.shape, dtype=into.dtype, device=into.device)
         row, count = data.reshape(-1), self._pieces(number)
-        self.rows[number] = row if direct else None
+        self.rows[number] = row
         for piece in range(count):
             part = _plain(self._cut(row, number, piece))
             work = dist.irecv(part, group_src=op["peer"], group=self.group, tag=self._tag(op, piece))

@@ -1,0 +1,129 @@
+"""Plans on torch's operations cannot get stuck: every send waits for its receive here, which is the worst that a transport may do."""
+
+import random
+import re
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import crossmesh as cm
+import crossmesh.torch
+
+SUITE = Path(__file__).parents[2] / "crates/cli/suites/paper.toml"
+PATIENCE_S = 20
+
+
+class Wire:
+    """What `torch.distributed` is to an executor: ranks are threads, messages are handed over when both ends are there."""
+
+    def __init__(self, size):
+        self.size, self.here, self.lock = size, threading.local(), threading.Condition()
+        self.posted, self.gathered, self.stuck = {}, [None] * size, False
+        self.all_here = threading.Barrier(size)
+
+    def get_rank(self, group=None):
+        return self.here.rank
+
+    def get_world_size(self, group=None):
+        return self.size
+
+    def get_backend(self, group=None):
+        return "gloo"
+
+    def all_gather(self, into, mine, group=None):
+        self.gathered[self.here.rank] = mine.clone()
+        self.all_here.wait(PATIENCE_S)
+        for one, other in zip(into, self.gathered):
+            one.copy_(other)
+        self.all_here.wait(PATIENCE_S)
+
+    def isend(self, data, group_dst, group, tag):
+        return self._post((self.here.rank, group_dst, tag), "send", data)
+
+    def irecv(self, data, group_src, group, tag):
+        return self._post((group_src, self.here.rank, tag), "recv", data)
+
+    def _post(self, key, side, data):
+        assert data.is_contiguous()
+        with self.lock:
+            ends = self.posted.setdefault(key, {})
+            assert side not in ends, f"two messages {key}"
+            ends[side] = data
+            if len(ends) == 2:
+                assert ends["recv"].nbytes == ends["send"].nbytes, key
+                ends["recv"].copy_(ends["send"])
+                ends["over"] = True
+                self.lock.notify_all()
+        return Work(self, ends)
+
+
+class Work:
+    def __init__(self, wire, ends):
+        self.wire, self.ends = wire, ends
+
+    def wait(self):
+        with self.wire.lock:
+            over = self.wire.lock.wait_for(lambda: "over" in self.ends or self.wire.stuck, PATIENCE_S)
+            self.wire.stuck |= not over
+            self.wire.lock.notify_all()
+            assert "over" in self.ends, "stuck"
+
+
+def cut(layout, rank, value):
+    """A rank's shard, in the layout's own words; these have one box a rank."""
+    (box,) = layout.boxes(rank)
+    return value[tuple(slice(a, b) for a, b in box)].contiguous()
+
+
+def run(monkeypatch, plan, value, piece_bytes):
+    (name, src, dst) = plan.tensors[0]
+    wire, wrong = Wire(plan.num_ranks), []
+    monkeypatch.setattr(crossmesh.torch, "dist", wire)
+    monkeypatch.setattr(crossmesh.torch, "PIECE_BYTES", piece_bytes)
+
+    def rank_of(rank):
+        wire.here.rank = rank
+        try:
+            out = cm.torch.reshard(plan, {name: cut(src, rank, value)} if src.holds(rank) else {})
+            if dst.holds(rank) and not torch.equal(out[name], cut(dst, rank, value)):
+                wrong.append(f"rank {rank} has something else")
+        except Exception as error:
+            wrong.append(f"rank {rank}: {error!r}")
+
+    threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(plan.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE_S)
+    assert not wrong and not any(thread.is_alive() for thread in threads), (str(src), str(dst), wrong[:3])
+
+
+def test_the_papers_cases_go_through_in_pieces(monkeypatch):
+    for case in tomllib.loads(SUITE.read_text())["case"]:
+        shape = [24, 16, 4] if case["name"].startswith("n-to-m") else [1536]
+        small = lambda text: re.sub(r"\[[\d,]+\]", f"[{','.join(map(str, shape))}]", text)  # noqa: E731
+        gpus = [int(n) for n in re.findall(r"gpu:(\d+)", case["src"] + case["dst"])]
+        hosts = [int(n) for n in re.findall(r"host:(\d+)", case["src"] + case["dst"])]
+        counts = [gpus[side] for side in (0, 1) for _ in range(hosts[side])]
+        cluster = cm.Cluster.of_ranks(str(host) for host, count in enumerate(counts) for _ in range(count))
+        plan = cm.plan({"w": (small(case["src"]), small(case["dst"]))}, cluster=cluster, nic="400Mbit")
+        value = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+        run(monkeypatch, plan, value, 64)
+
+
+def test_random_plans_go_through_in_pieces(monkeypatch):
+    rng = random.Random(5)
+    for _ in range(40):
+        shape, axes = [rng.choice([8, 12]), rng.choice([8, 12])], ["x", "y", "x+y", "y+x", "_"]
+        texts = []
+        for mesh, ranks in (("A", "0-3"), ("B", "4-11")):
+            sizes = "x:2,y:2" if mesh == "A" else "x:2,y:4"
+            first = rng.choice(axes)
+            second = rng.choice([axis for axis in axes if axis == "_" or not set(axis) & set(first) - {"+"}])
+            texts.append(f"i32[{shape[0]},{shape[1]}]@{mesh}{{{sizes}}}={ranks}({first},{second})")
+        plan = cm.plan({"w": tuple(texts)}, cluster=cm.Cluster(6, 2, nic="1Gbit"))
+        run(monkeypatch, plan, torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape), 16)
