@@ -202,8 +202,9 @@ def main():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    # States of modules beside their weights (`_extra_state`) are Megatron's own: a checkpoint from elsewhere has none.
-    loaded = dist_checkpointing.load(model.sharded_state_dict(), source, strict="ignore_all")
+    # States of modules beside their weights are Megatron's own: a checkpoint from elsewhere has none.
+    wanted = {name: value for name, value in model.sharded_state_dict().items() if not name.endswith("_extra_state")}
+    loaded = dist_checkpointing.load(wanted, source)
     model.load_state_dict(loaded, strict=False)
     assert not any(parameter.isnan().any() for parameter in model.parameters()), "every parameter was loaded"
     if dist.get_rank() == 0:
