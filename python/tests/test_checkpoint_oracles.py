@@ -101,7 +101,8 @@ def test_torchs_hf_storage_and_ours(tmp_path):
     pytest.importorskip("safetensors", reason="safetensors is not installed: torch's HF storage was not tested")
     from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-    values = {name: value for name, value in flat(nested()).items() if name not in ("b.n", "f8")}
+    # Its writer takes contiguous tensors only.
+    values = {name: value.contiguous() for name, value in flat(nested()).items() if name not in ("b.n", "f8")}
     dcp.save(values, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "torch"), save_distributed=True))
     ck = cm.checkpoint.open(tmp_path / "torch")
     assert ck.format == "dcp-hf"
@@ -183,6 +184,7 @@ def main():
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     moe = config["model_type"] == "qwen3_moe"
     norms = config["model_type"].startswith("qwen3")
+    experts = config.get("num_experts") or config.get("num_local_experts")
     sizes = dict(
         num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"], num_attention_heads=config["num_attention_heads"],
         num_query_groups=config["num_key_value_heads"], kv_channels=config["head_dim"], ffn_hidden_size=config["intermediate_size"],
@@ -191,8 +193,8 @@ def main():
         expert_model_parallel_size=ep, pipeline_dtype=torch.float32, sequence_parallel=moe and tp > 1,
     )
     if moe:
-        sizes |= dict(num_moe_experts=config["num_experts"], moe_ffn_hidden_size=config["moe_intermediate_size"], moe_router_topk=2, expert_tensor_parallel_size=1)
-    spec = get_gpt_layer_local_spec(num_experts=config["num_experts"] if moe else None, moe_grouped_gemm=False, qk_layernorm=norms, normalization="RMSNorm")
+        sizes |= dict(num_moe_experts=experts, moe_ffn_hidden_size=config["moe_intermediate_size"], moe_router_topk=2, expert_tensor_parallel_size=1)
+    spec = get_gpt_layer_local_spec(num_experts=experts if moe else None, moe_grouped_gemm=False, qk_layernorm=norms, normalization="RMSNorm")
     model = GPTModel(
         TransformerConfig(**sizes), spec, vocab_size=config["vocab_size"], max_sequence_length=32, position_embedding_type="rope",
         share_embeddings_and_output_weights=False, pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
@@ -200,7 +202,9 @@ def main():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    loaded = dist_checkpointing.load(model.sharded_state_dict(), source)
+    # States of modules beside their weights are Megatron's own: a checkpoint from elsewhere has none.
+    wanted = {name: value for name, value in model.sharded_state_dict().items() if not name.endswith("_extra_state")}
+    loaded = dist_checkpointing.load(wanted, source)
     model.load_state_dict(loaded, strict=False)
     assert not any(parameter.isnan().any() for parameter in model.parameters()), "every parameter was loaded"
     if dist.get_rank() == 0:
