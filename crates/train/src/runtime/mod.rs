@@ -9,6 +9,7 @@
 //! what it needs has arrived, and moves what it made while the next one computes.
 
 mod calls;
+mod direct;
 mod feed;
 mod passes;
 mod threads;
@@ -30,6 +31,7 @@ use crossmesh_comm::transport::Link;
 use crossmesh_core::collective::CollectiveOptions;
 use crossmesh_core::id::{DeviceId, Rank, StageId};
 
+pub use direct::Direct;
 pub use feed::{Column, Feed, Samples};
 pub use passes::PassFailure;
 pub use threads::in_threads;
