@@ -32,7 +32,7 @@ use crossmesh_core::collective::CollectiveOptions;
 use crossmesh_core::id::{DeviceId, Rank, StageId};
 
 pub use direct::Direct;
-pub use feed::{Column, Feed, Samples};
+pub use feed::{Ahead, Column, Feed, Samples};
 pub use passes::PassFailure;
 pub use threads::in_threads;
 
