@@ -10,7 +10,10 @@
 - in:  the same with the names of the first GPT-2 files (no prefix, masks among the weights).
 - llama: a Llama of transformers, with and without Llama 3.1's rotary scaling, tied and not, is imported: logits and every gradient agree; ours is
   exported and agrees too.
-- back: what was imported and exported again is bit by bit the file it came from.
+- back: what was imported and exported again is byte by byte the file it came from.
+- validation: the last validation loss of a run is what transformers says of the same windows, with the exported model.
+- talk: greedy generation says the same 64 tokens as `generate`, on one process and on four (--tp 2 --stages 2); tokens a second side by side, for which
+  the programs have to be release builds.
 
 Same means: logits within 1e-4 and the loss within 1e-5, f32 on both sides. Ends with an error where they are not.
 """
@@ -20,6 +23,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 
 import safetensors.torch
 import torch
@@ -121,6 +125,49 @@ def llama_in(bins, folder, sizes, tied, scaled):
     assert not said, said.keys()
     print(f"{'':38} gradients {worst:.1e}")
     assert worst <= GRADIENTS, what
+    back(bins, folder)
+
+
+def back(bins, folder):
+    """What was imported, exported again: the same bytes."""
+    call(bins / "crossmesh", "checkpoint", "export", folder / "imported", "-o", folder / "again")
+    before, after = ((folder / of / "model.safetensors").read_bytes() for of in ("theirs", "again"))
+    assert before == after, "the file is another"
+
+
+def talk(bins, folder, kind, sizes):
+    vocab, context, width, layers, heads, hidden, kv_heads = sizes
+    torch.manual_seed(7)
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=vocab, max_position_embeddings=context, hidden_size=width, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=hidden, initializer_range=0.1, **none))
+    else:
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=vocab, n_positions=context, n_embd=width, n_layer=layers, n_head=heads, n_inner=hidden,
+            initializer_range=0.1, **none))
+    model.eval().save_pretrained(folder / "theirs")
+    call(bins / "crossmesh", "checkpoint", "import", folder / "theirs" / "model.safetensors", "-o", folder / "imported")
+    prompt, torch_threads = [3, 1, 4, 1, 5], torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        ask = lambda: model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)
+        ask()
+        start = time.perf_counter()
+        wanted = ask()[0, len(prompt):].tolist()
+        theirs_s = time.perf_counter() - start
+    torch.set_num_threads(torch_threads)
+    ask = [bins / "crossmesh", "generate", folder / "imported", "--tokenizer", "ids", "--format", "json", "-n", TOKENS,
+           "--prompt", " ".join(map(str, prompt))]
+    for tp, stages in [(1, 1), (2, 1), (2, 2)]:
+        said = json.loads(call(*ask, "--tp", tp, "--stages", stages))
+        print(f"talk {kind} {sizes} tp {tp}, {stages} stages: {TOKENS / said['seconds']:.0f} tokens/s,"
+              f" transformers {TOKENS / theirs_s:.0f}")
+        assert said["ids"] == wanted, (said["ids"], wanted)
+        own = (layers + 2) // stages - 1 if stages > 1 else layers
+        shared = -(-kv_heads // tp)
+        assert said["cache_elements"] == 2 * own * shared * (width // heads) * (len(prompt) + TOKENS), said["cache_elements"]
 
 
 def inwards(bins, folder, sizes, tied, older):
@@ -152,6 +199,62 @@ def inwards(bins, folder, sizes, tied, older):
     assert all(torch.equal(back[name], weight) for name, weight in state.items())
 
 
+def validation(bins, folder, kind):
+    """A run's last validation, and what transformers makes of the same windows."""
+    context, vocab, share, batch = 24, 61, 0.2, 4
+    ids = [(i * i * 7 + i // 5 + (i * 13) % 11) % vocab for i in range(3000)]
+    (folder / "ids.bin").write_bytes(b"".join(i.to_bytes(2, "little") for i in ids))
+    mesh = {"gpt": "dp 2", "llama": "tp 4"}[kind]
+    (folder / "run.toml").write_text(f"""
+[model]
+kind = "{kind}"
+vocab = {vocab}
+context = {context}
+width = 32
+layers = 2
+heads = 8
+{'kv_heads = 2' if kind == 'llama' else ''}
+[data]
+kind = "tokens"
+path = "{folder / 'ids.bin'}"
+validation_share = {share}
+[train]
+steps = 6
+batch = {batch}
+microbatches = 2
+[evaluate]
+every = 3
+batches = 5
+[log]
+folder = "{folder / 'run'}"
+[checkpoint]
+folder = "{folder / 'saved'}"
+[[stage]]
+mesh = "{mesh}"
+[[stage]]
+mesh = "1"
+""")
+    call(bins / "crossmesh", "train", folder / "run.toml")
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    said = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None][-1]
+    call(bins / "crossmesh", "checkpoint", "export", folder / "saved", "-o", folder / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
+    start = len(ids) - int(len(ids) * share)
+    count = (len(ids) - start - 1) // context
+    rows = [ids[start + i % count * context:][:context + 1] for i in range(5 * batch)]
+    windows = torch.tensor(rows)
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+    print(f"validation {kind:28} {said:.6f} and {wanted:.6f}")
+    assert abs(said - wanted) <= LOSS, (said, wanted)
+
+
+TOKENS = 64
+# The heads of keys of a GPT-2 are its heads.
+TALKS = [("gpt2", (97, 96, 64, 4, 4, 256, 4)), ("llama", (97, 96, 64, 4, 8, 160, 4)), ("llama", (512, 128, 256, 6, 8, 688, 2))]
+
+
 def main():
     bins = pathlib.Path(sys.argv[1])
     transformers.utils.logging.set_verbosity_error()
@@ -170,6 +273,12 @@ def main():
         for tied, scaled in [(False, False), (True, True)]:
             with tempfile.TemporaryDirectory() as folder:
                 llama_in(bins, pathlib.Path(folder), sizes, tied, scaled)
+    for kind in ["gpt", "llama"]:
+        with tempfile.TemporaryDirectory() as folder:
+            validation(bins, pathlib.Path(folder), kind)
+    for kind, sizes in TALKS:
+        with tempfile.TemporaryDirectory() as folder:
+            talk(bins, pathlib.Path(folder), kind, sizes)
     print("the same")
 
 

@@ -38,6 +38,7 @@ mod runner;
 mod suite;
 mod summary;
 mod sweep_doc;
+mod talk;
 mod task;
 mod tensors;
 mod timetable;

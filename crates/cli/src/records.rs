@@ -85,7 +85,7 @@ impl Records<'_> {
             Task::Step { .. } => (None, document, None),
             Task::Sweep { .. } => (None, None, document),
             // It is in the run's folder.
-            Task::Train { .. } => (None, None, None),
+            Task::Train { .. } | Task::Generate { .. } => (None, None, None),
         };
         let flight = Flight {
             schema: SCHEMA.into(),

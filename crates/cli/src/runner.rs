@@ -29,7 +29,6 @@ use crate::part::Summary;
 use crate::predict::Prediction;
 use crate::records::{MeasuredTrace, Records, measured_trace};
 use crate::task::Task;
-use crate::training::OnStep;
 
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 2048;
@@ -244,7 +243,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let heard = Arc::new(Heard::default());
     let job = Job::start(
         processes.collect::<Result<_>>()?,
-        listen(&heard, work.task.num_rounds(options.repeat), work.task.on_step()),
+        listen(&heard, work.task, options.repeat),
         Grace { to_finish: work.task.time_to_finish(), ..GRACE },
     )?;
     progress.say(&format!("{} processes on {} hosts meet", ranks.len(), site.hosts.len()));
@@ -384,11 +383,13 @@ struct Heard {
     aborts: Mutex<Vec<Abort>>,
 }
 
-fn listen(heard: &Arc<Heard>, repeat: u32, on_step: Option<OnStep>) -> OnLine {
+fn listen(heard: &Arc<Heard>, task: &Task<'_>, repeat: u32) -> OnLine {
     let (heard, progress) = (heard.clone(), Progress::new());
+    let (repeat, on_step, on_talked) = (task.num_rounds(repeat), task.on_step(), task.on_talked());
     Arc::new(move |line: Line<'_>| match (line.source, serde_json::from_str::<Said>(line.text)) {
         (Source::Stdout, Ok(Said::Round(round))) => progress.say(&format!("run {round} of {repeat}")),
         (Source::Stdout, Ok(Said::Step(note))) => on_step.iter().for_each(|hear| hear(note.clone())),
+        (Source::Stdout, Ok(Said::Talked(talked))) => on_talked.iter().for_each(|hear| hear(talked.clone())),
         (Source::Stdout, Ok(Said::Report(summary))) => {
             heard.summaries.lock().expect("no thread panics with it").push(summary);
         }

@@ -1,4 +1,4 @@
-//! What a rank of a run is there for: a plan, a training step, a sweep of collectives, or training.
+//! What a rank of a run is there for: a plan, a training step, a sweep of collectives, training, or a model that talks.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -26,6 +26,7 @@ use crossmesh_core::verify::Verified;
 use crate::input::{Document, read_document, read_plan};
 use crate::predict::Violation;
 use crate::sweep_doc::SweepDoc;
+use crate::talk::{self, OnTalked, Talk};
 use crate::training::{self, OnStep, Training};
 
 /// A step, a checkpoint, and what a slow disk takes for it.
@@ -52,6 +53,9 @@ pub enum Task<'a> {
     },
     Train {
         training: Cow<'a, Training>,
+    },
+    Generate {
+        talk: Cow<'a, Talk>,
     },
 }
 
@@ -115,6 +119,15 @@ impl<'a> Task<'a> {
         Ok(Task::Train { training: Cow::Owned(Training::read(&text, on_step)?) })
     }
 
+    pub fn of_talk(talk: &'a Talk) -> Self {
+        Task::Generate { talk: Cow::Borrowed(talk) }
+    }
+
+    /// Reads what to generate; `on_talked` hears what was said.
+    pub fn read_talk(path: &Path, on_talked: OnTalked) -> Result<Self> {
+        Ok(Task::Generate { talk: Cow::Owned(Talk::read(path, on_talked)?) })
+    }
+
     /// Reads the one document that is given.
     pub fn read(plan: Option<&Path>, step: Option<&Path>, sweep: Option<&Path>) -> Result<Self> {
         match (plan, step, sweep) {
@@ -140,6 +153,7 @@ impl<'a> Task<'a> {
             Task::Step { .. } => "--step",
             Task::Sweep { .. } => "--sweep",
             Task::Train { .. } => "--train",
+            Task::Generate { .. } => "--generate",
         }
     }
 
@@ -168,6 +182,7 @@ impl<'a> Task<'a> {
                 ranks
             }
             Task::Train { training } => training.resolved.job.ranks(),
+            Task::Generate { talk } => talk.ranks(),
         }
     }
 
@@ -178,6 +193,7 @@ impl<'a> Task<'a> {
             Task::Step { lowered, .. } => peers_of(&lowered.program, rank),
             Task::Sweep { sweep } => sweep.peers(rank),
             Task::Train { training } => training.wiring.peers(rank),
+            Task::Generate { talk } => talk.ranks().into_iter().filter(|other| *other != rank).collect(),
         }
     }
 
@@ -186,7 +202,7 @@ impl<'a> Task<'a> {
         match self {
             Task::Plan { .. } | Task::Program { .. } | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32,
-            Task::Train { .. } => 1,
+            Task::Train { .. } | Task::Generate { .. } => 1,
         }
     }
 
@@ -195,7 +211,7 @@ impl<'a> Task<'a> {
     pub fn num_barriers(&self, repeat: u32) -> u32 {
         match self {
             Task::Plan { .. } | Task::Program { .. } | Task::Step { .. } => 2 * self.num_rounds(repeat),
-            Task::Sweep { .. } | Task::Train { .. } => self.num_rounds(repeat),
+            Task::Sweep { .. } | Task::Train { .. } | Task::Generate { .. } => self.num_rounds(repeat),
         }
     }
 
@@ -204,7 +220,7 @@ impl<'a> Task<'a> {
         match self {
             Task::Plan { .. } | Task::Program { .. } | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32 * repeat,
-            Task::Train { .. } => 1,
+            Task::Train { .. } | Task::Generate { .. } => 1,
         }
     }
 
@@ -219,7 +235,7 @@ impl<'a> Task<'a> {
                 Shares::of(&step.cluster, &Topology::new(&step.cluster), &lowered.program)
             }
             // Which ranks talk changes from one collective to the next.
-            Task::Sweep { .. } | Task::Train { .. } => Shares::default(),
+            Task::Sweep { .. } | Task::Train { .. } | Task::Generate { .. } => Shares::default(),
         }
     }
 
@@ -239,12 +255,20 @@ impl<'a> Task<'a> {
         }
     }
 
+    /// Who hears what was generated.
+    pub fn on_talked(&self) -> Option<OnTalked> {
+        match self {
+            Task::Generate { talk } => Some(talk.on_talked.clone()),
+            _ => None,
+        }
+    }
+
     /// What runs, where it is one program: a sweep has many.
     pub fn program(&self) -> Option<&Program> {
         match self {
             Task::Plan { program, .. } | Task::Program { program, .. } => Some(program),
             Task::Step { lowered, .. } => Some(&lowered.program),
-            Task::Sweep { .. } | Task::Train { .. } => None,
+            Task::Sweep { .. } | Task::Train { .. } | Task::Generate { .. } => None,
         }
     }
 
@@ -260,7 +284,7 @@ impl<'a> Task<'a> {
                 let crossing = instance.map(|i| lowered.instances[*i as usize].crossing as usize);
                 crossing.and_then(|c| step.crossings.get(c)).map(|c| &c.name)
             }
-            Task::Sweep { .. } | Task::Train { .. } => None,
+            Task::Sweep { .. } | Task::Train { .. } | Task::Generate { .. } => None,
         };
         name.cloned().unwrap_or_default()
     }
@@ -286,6 +310,7 @@ impl<'a> Task<'a> {
             }
             Task::Sweep { sweep } => execute_sweep(sweep, rank, links, options, barrier),
             Task::Train { training } => training::rank::execute(training, rank, links, options, barrier),
+            Task::Generate { talk } => talk::execute(talk, rank, links, options, barrier),
         }
     }
 }

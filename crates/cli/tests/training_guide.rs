@@ -56,6 +56,11 @@ fn the_guide_leads_to_a_model_that_talks() {
     );
     assert!(heard.contains("  validation "), "{heard}");
     assert!(heard.contains("the cat sat on the mat"), "{heard}");
+    let talk = |how: &str| {
+        let script = format!("crossmesh generate runs/story --prompt 'the cat ' --tokens 40 {how}");
+        said(&mut shell(&script, scratch.path())).stdout
+    };
+    assert_eq!(talk("--tp 2 --stages 2"), talk(""), "four processes say what one says");
     for file in ["story-gpt2/model.safetensors", "story-gpt2/config.json", "runs/story/report.html"] {
         assert!(scratch.path().join(file).is_file(), "{file}");
     }

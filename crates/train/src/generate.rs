@@ -108,8 +108,8 @@ impl<B: Buffer> Crew<B> {
             _ => group(&ranks),
         };
         let along_tp = of((stage * tp..(stage + 1) * tp).collect())?;
-        let before = of((stage > 0).then(|| vec![rank - tp, rank]).unwrap_or_default())?;
-        let behind = of((stage + 1 < stages).then(|| vec![rank, rank + tp]).unwrap_or_default())?;
+        let before = of(if stage > 0 { vec![rank - tp, rank] } else { vec![] })?;
+        let behind = of(if stage + 1 < stages { vec![rank, rank + tp] } else { vec![] })?;
         let everybody = of((0..stages * tp).collect())?;
         let (stage, tp) = (Along { rank: stage, size: stages }, Along { rank: at, size: tp });
         Ok(Self { stage, tp, along_tp, before, behind, everybody })

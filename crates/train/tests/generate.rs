@@ -131,9 +131,11 @@ fn every_token_is_what_reading_everything_again_says() {
     }
 }
 
+type Members = Vec<Arc<dyn Group<HostBuf<f64>>>>;
+
 /// Ranks that are threads.
 fn crews(tp: usize, stages: usize) -> Vec<Crew<HostBuf<f64>>> {
-    let mut groups: BTreeMap<Vec<usize>, Vec<Arc<dyn Group<HostBuf<f64>>>>> = BTreeMap::new();
+    let mut groups: BTreeMap<Vec<usize>, Members> = BTreeMap::new();
     let mut crew = |rank: usize| {
         let made = Crew::new(rank, tp, stages, |ranks| {
             let group = groups.entry(ranks.to_vec()).or_insert_with(|| in_process(ranks.len()));

@@ -2,17 +2,30 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
-use crossmesh_core::dtype::DType;
-use crossmesh_train::checkpoint::Checkpoint;
-use crossmesh_train::generate::{Generator, Sampling};
-use crossmesh_train::kernels::scalar::Scalar;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use crossmesh_comm::protect::Protect;
+use crossmesh_train::checkpoint::{Checkpoint, hf};
+use crossmesh_train::generate::Crew;
+use crossmesh_train::kernels::cpu::HostBuf;
+use crossmesh_train::models::gpt::Gpt;
 use serde::Serialize;
 
 use crate::Answer;
 use crate::commands::checkpoint::find;
-use crate::output::{self, Format};
+use crate::commands::run::protection;
+use crate::output::{self, Format, Progress};
+use crate::runner::{RunOptions, Work, run_work};
+use crate::talk::{self, SCHEMA, Talk, TalkDoc, Talked};
+use crate::task::Task;
 use crate::training::words::Words;
+
+/// How long nothing may move: reading a long prompt takes its time.
+const DEADLINE: Duration = Duration::from_secs(120);
+/// How long the processes may take to meet.
+const ARRIVE: Duration = Duration::from_secs(30);
 
 /// Let a model of a checkpoint go on with a text.
 #[derive(Debug, clap::Args)]
@@ -23,7 +36,9 @@ said is read again, and it goes on from there.
 Examples:
   crossmesh generate runs/gpt-text/checkpoints --prompt 'The '
   crossmesh generate runs/gpt-text --prompt 'The ' --tokens 200 --temperature 0.8 --top-k 40 --seed 7
-  crossmesh generate runs/gpt-mini --tokenizer ids --prompt '3 1 4'"
+  crossmesh generate runs/gpt-mini --tokenizer ids --prompt '3 1 4'
+  crossmesh generate runs/llama --prompt 'The ' --tp 2 --stages 2      four processes here
+  crossmesh launch -n 4 -- crossmesh generate runs/llama --prompt 'The ' --tp 2 --stages 2"
 )]
 pub struct Args {
     /// A checkpoint, a folder of them, or a run's folder: the newest complete one
@@ -50,6 +65,18 @@ pub struct Args {
     /// Threads to compute with
     #[arg(long, value_name = "N", default_value_t = 1)]
     threads: usize,
+    /// Ranks that share out heads, columns and vocabulary, each a process; up to the heads of keys and values, or a multiple of them
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Running")]
+    tp: usize,
+    /// Stages that share out the layers; with --tp N, each has N ranks
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Running")]
+    stages: usize,
+    /// Start the processes here, even where torchrun, Slurm or mpirun started this one as a rank of a job
+    #[arg(long, help_heading = "Running")]
+    standalone: bool,
+    /// What to do to frames between hosts: `none`, `sign` or `encrypt`; the same on all ranks [default: what CROSSMESH_PROTECT says, or none]
+    #[arg(long, value_name = "WAY", help_heading = "Running")]
+    protect: Option<Protect>,
     /// Text for people, or one JSON document
     #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
@@ -68,6 +95,10 @@ struct Generated {
     ids: Vec<u32>,
     /// Whether a document ended.
     ended: bool,
+    /// From the prompt to the last of them.
+    seconds: f64,
+    /// Of a rank's cache of keys and values; the first one's.
+    cache_elements: usize,
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
@@ -84,9 +115,29 @@ pub fn run(args: &Args) -> Result<Answer> {
         bail!("--threads 0: nobody would compute\nhint: use 1 or more");
     }
     let checkpoint = Checkpoint::open(&find(&args.checkpoint)?)?;
-    let generated = match checkpoint.dtype() {
-        DType::F64 => generate::<f64>(args, &checkpoint)?,
-        _ => generate::<f32>(args, &checkpoint)?,
+    let model = Gpt::new(hf::decoder_config(&checkpoint)?)?;
+    Crew::<HostBuf<f32>>::check(&model, args.tp, args.stages)
+        .map_err(|error| anyhow!("--tp {} --stages {}: {error}", args.tp, args.stages))?;
+    let vocab = model.config().vocab;
+    let words = match args.tokenizer.as_deref() {
+        Some(name) => Words::named(name, vocab)?,
+        None => Words::of(&checkpoint, vocab)?,
+    };
+    let prompt_ids = words.encode(&args.prompt)?;
+    let doc = ask(args, &checkpoint, &words, &prompt_ids, vocab)?;
+    let Some(talked) = talk(args, doc)? else { return Ok(Answer::Yes) };
+    let text = words.decode(&prompt_ids, &talked.ids)?;
+    let generated = Generated {
+        schema: "crossmesh.generated/1",
+        checkpoint: checkpoint.folder().to_path_buf(),
+        step: checkpoint.facts().step,
+        prompt: args.prompt.clone(),
+        text,
+        prompt_ids,
+        ids: talked.ids,
+        ended: talked.ended,
+        seconds: talked.seconds,
+        cache_elements: talked.cache_elements,
     };
     match args.format {
         Format::Text => output::print(&format!("{}{}\n", generated.prompt, generated.text))?,
@@ -95,15 +146,15 @@ pub fn run(args: &Args) -> Result<Answer> {
     Ok(Answer::Yes)
 }
 
-fn generate<T: Scalar>(args: &Args, checkpoint: &Checkpoint) -> Result<Generated> {
-    let mut generator = Generator::<T>::load(checkpoint, args.threads)?;
-    let vocab = generator.config().vocab;
-    let words = match args.tokenizer.as_deref() {
-        Some(name) => Words::named(name, vocab)?,
-        None => Words::of(checkpoint, vocab)?,
-    };
-    let (mut prompt, end) = (words.encode(&args.prompt)?, words.end());
-    let prompt_ids = prompt.clone();
+/// What the ranks are told.
+fn ask(
+    args: &Args,
+    checkpoint: &Checkpoint,
+    words: &Words,
+    prompt_ids: &[u32],
+    vocab: usize,
+) -> Result<TalkDoc> {
+    let (mut prompt, end) = (prompt_ids.to_vec(), words.end());
     if prompt.is_empty() {
         // What stands between two documents stands before the first.
         prompt.push(end.with_context(|| {
@@ -115,36 +166,41 @@ fn generate<T: Scalar>(args: &Args, checkpoint: &Checkpoint) -> Result<Generated
             "token {id} of the prompt is outside of the model's vocabulary of {vocab}\nhint: was it trained with another tokenizer?"
         );
     }
-    generator.reserve(prompt.len() + args.tokens);
-    let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, seed: args.seed };
-    let (mut ids, mut ended): (Vec<u32>, bool) = (vec![], false);
-    let mut unread: Vec<i32> = prompt.iter().map(|id| *id as i32).collect();
-    while ids.len() < args.tokens {
-        let logits = generator.next(&unread)?;
-        if let Some(bad) = logits.iter().find(|logit| !logit.is_finite()) {
-            bail!(
-                "{}: the model says {bad} after {} tokens: its weights are of no use\nhint: take an earlier checkpoint",
-                checkpoint.folder().display(),
-                prompt.len() + ids.len()
-            );
-        }
-        let token = sampling.choose(&logits, ids.len() as u64) as u32;
-        if Some(token) == end {
-            ended = true;
-            break;
-        }
-        ids.push(token);
-        unread = vec![token as i32];
+    let folder = checkpoint.folder();
+    let checkpoint = folder.canonicalize().with_context(|| format!("cannot find {}", folder.display()))?;
+    let Args { tokens, temperature, top_k, seed, threads, tp, stages, .. } = *args;
+    let schema = SCHEMA.to_string();
+    Ok(TalkDoc { schema, checkpoint, tp, stages, prompt, tokens, end, temperature, top_k, seed, threads })
+}
+
+/// What was said; nothing where another rank tells.
+fn talk(args: &Args, doc: TalkDoc) -> Result<Option<Talked>> {
+    if doc.tp * doc.stages == 1 {
+        return Ok(Some(talk::alone(&doc)?));
     }
-    let text = words.decode(&prompt_ids, &ids)?;
-    Ok(Generated {
-        schema: "crossmesh.generated/1",
-        checkpoint: checkpoint.folder().to_path_buf(),
-        step: checkpoint.facts().step,
-        prompt: args.prompt.clone(),
-        text,
-        prompt_ids,
-        ids,
-        ended,
-    })
+    let said = Arc::new(Mutex::new(None));
+    let hear = Arc::clone(&said);
+    let on_talked = move |talked| *hear.lock().unwrap_or_else(PoisonError::into_inner) = Some(talked);
+    let talk = Talk::new(doc, Arc::new(on_talked));
+    let work = Work {
+        task: &Task::of_talk(&talk),
+        document: talk.document(),
+        cluster: &talk.cluster,
+        topology: &talk.topology,
+        predicted_s: 0.0,
+    };
+    let options = RunOptions {
+        emulate: false,
+        repeat: 1,
+        deadline: Some(DEADLINE),
+        arrive: ARRIVE,
+        flight: None,
+        trace: false,
+        standalone: args.standalone,
+        protect: protection(args.protect)?,
+        spare_ranks: false,
+    };
+    run_work(&work, &options, &Progress::new())?;
+    let talked = said.lock().unwrap_or_else(PoisonError::into_inner).take();
+    Ok(talked)
 }

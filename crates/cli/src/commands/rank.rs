@@ -5,6 +5,7 @@
 //! ```text
 //! {"round":1}                      the first rank: everybody was ready, a run begins
 //! {"step":{"rank":3,...}}          training: a step is done
+//! {"talked":{"ids":[..],..}}       generating: the first rank tells what was said
 //! {"report":{"rank":3,...}}        all runs are over
 //! {"abort":{"culprit":2,...}}      the run failed, and why; the same is said on stderr
 //! ```
@@ -27,14 +28,15 @@ use crate::Answer;
 use crate::memory::GpuChoice;
 use crate::output;
 use crate::part::{Ending, Part, Summary, log, patience, write_record};
+use crate::talk::Talked;
 use crate::task::Task;
 use crate::training::note::StepNote;
 
-/// Run one rank of a plan, a step or training; `crossmesh run`, `bench` and `train` start these.
+/// Run one rank of a plan, a step, training or a model that talks; `crossmesh run`, `bench`, `train` and `generate` start these.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The plan document
-    #[arg(long, value_name = "FILE", required_unless_present_any = ["step", "sweep", "train"])]
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["step", "sweep", "train", "generate"])]
     plan: Option<PathBuf>,
     /// The document of a training step
     #[arg(long, value_name = "FILE", conflicts_with = "plan")]
@@ -45,6 +47,9 @@ pub struct Args {
     /// The document of a training job
     #[arg(long, value_name = "FILE", conflicts_with_all = ["plan", "step", "sweep"])]
     train: Option<PathBuf>,
+    /// The document of what to generate
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["plan", "step", "sweep", "train"])]
+    generate: Option<PathBuf>,
     #[arg(long, default_value_t = 1)]
     repeat: u32,
     /// How long nothing may move
@@ -70,6 +75,7 @@ pub struct Args {
 pub enum Said {
     Round(u32),
     Step(StepNote),
+    Talked(Talked),
     Report(Summary),
     Abort(Abort),
 }
@@ -89,9 +95,10 @@ pub fn run(args: &Args) -> Result<Answer> {
     let place = place(&Flags::default(), &variables)?;
     let secret = Secret::from_variables(&variables)?.context("no secret was given to this rank")?;
     let secret = secret.protecting(Protect::from_variables(&variables)?);
-    let task = match &args.train {
-        Some(path) => Task::read_training(path, Arc::new(|note| say(&Said::Step(note))))?,
-        None => Task::read(args.plan.as_deref(), args.step.as_deref(), args.sweep.as_deref())?,
+    let task = match (&args.train, &args.generate) {
+        (Some(path), _) => Task::read_training(path, Arc::new(|note| say(&Said::Step(note))))?,
+        (None, Some(path)) => Task::read_talk(path, Arc::new(|talked| say(&Said::Talked(talked))))?,
+        (None, None) => Task::read(args.plan.as_deref(), args.step.as_deref(), args.sweep.as_deref())?,
     };
     let arrive = Deadline::after(Duration::from_millis(args.arrive_ms));
     let ending = Ending::new(|abort| say(&Said::Abort(abort.clone())));

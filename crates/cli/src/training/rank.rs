@@ -10,7 +10,7 @@ use crossmesh_core::id::Rank;
 use crossmesh_train::config::{NonFinite, Precision};
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::kernels::scalar::Scalar;
-use crossmesh_train::runtime::{Feed, Links, Samples, TrainError, Trainer, TrainerOptions};
+use crossmesh_train::runtime::{Ahead, Feed, Links, Samples, TrainError, Trainer, TrainerOptions};
 
 use super::Training;
 use super::note::StepNote;
@@ -41,8 +41,9 @@ fn train<T: Scalar + Element>(
     let model = training.resolved.model.with_kernels::<Cpu<T>>();
     let threads = training.config.train.threads;
     let set_up = TrainerOptions { engine: options.engine.clone(), sharing: options.sharing, threads };
-    let feed: Arc<dyn Feed> = Arc::new(Samples(Arc::clone(&training.data)));
     let job = Arc::new(training.resolved.job.clone());
+    let samples: Arc<dyn Feed> = Arc::new(Samples(Arc::clone(&training.data)));
+    let feed: Arc<dyn Feed> = Arc::new(Ahead::new(samples, job.samples as u64));
     let made = Trainer::<T>::new(&*model, &job, &training.wiring, feed, rank, links, &set_up);
     let mut trainer = made.map_err(|e| failure(rank, e))?;
     let ended = run(training, &mut trainer, barrier);

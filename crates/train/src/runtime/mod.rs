@@ -9,6 +9,7 @@
 //! what it needs has arrived, and moves what it made while the next one computes.
 
 mod calls;
+mod direct;
 mod feed;
 mod grads;
 mod params;
@@ -34,7 +35,8 @@ use crossmesh_comm::transport::Link;
 use crossmesh_core::collective::CollectiveOptions;
 use crossmesh_core::id::{DeviceId, Rank, StageId};
 
-pub use feed::{Column, Feed, Samples};
+pub use direct::Direct;
+pub use feed::{Ahead, Column, Feed, Samples};
 pub use passes::PassFailure;
 pub use threads::in_threads;
 
