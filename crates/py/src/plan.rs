@@ -182,7 +182,12 @@ impl Plan {
     /// A number that differs where plans do: ranks compare theirs before anything moves.
     #[getter]
     pub fn fingerprint(&self, py: Python<'_>) -> i64 {
-        *self.hash.get_or_init(|| py.detach(|| fingerprint(&self.plan)))
+        if let Some(hash) = self.hash.get() {
+            return *hash;
+        }
+        // Not inside the cell: who computes there waits for the interpreter, whose holder would wait for the cell.
+        let hash = py.detach(|| fingerprint(&self.plan));
+        *self.hash.get_or_init(|| hash)
     }
 
     /// Arrays for what a rank is to get (`side="dst"`), or for what it gives (`"src"`), by name: in memory that ranks of its host read
