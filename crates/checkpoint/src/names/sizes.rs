@@ -42,7 +42,7 @@ pub fn solve(map: &NameMap, config: Option<&Value>, seen: &[Seen<'_>]) -> Result
         .flat_map(|s| (0..s.term.parts().map_or(1, |p| p.len())).flat_map(|p| s.term.axes(p)))
         .collect();
     if let Some(axis) = needed.into_iter().find(|axis| !sizes.contains_key(*axis)) {
-        let keys: Vec<String> = map.axes[axis].iter().map(|s| format!("{s:?}")).collect();
+        let keys: Vec<String> = map.axes[axis].iter().map(|s| format!("`{s}`")).collect();
         return Err(format!(
             "nothing tells how long the axis `{axis}` is\nhint: give the model's config.json, which has it as {}",
             keys.join(" or ")
