@@ -21,7 +21,7 @@ const WHEELS: [&str; 6] = [
     "nvidia-cuda-nvrtc==13.0.88",
 ];
 
-/// What CI looks at: the feature builds and lints, every kernel compiles for every card, by both compilers.
+/// What needs no GPU: the feature builds and lints, every kernel compiles for every card, by both compilers.
 pub fn ci(root: &Path) -> Result<()> {
     let with = ["--features", "crossmesh-cuda/driver,crossmesh-comm/cuda,crossmesh-cli/cuda"];
     let crates = ["-p", "crossmesh-cuda", "-p", "crossmesh-comm", "-p", "crossmesh-cli"];
@@ -129,7 +129,9 @@ pub fn bundle(root: &Path) -> Result<()> {
     if !Command::new("strip").arg(&program).status().is_ok_and(|status| status.success()) {
         eprintln!("== gpu: without `strip` the program is large");
     }
-    std::fs::copy(root.join("bench/gpu/run.sh"), folder.join("run.sh"))?;
+    for file in ["run.sh", "beside.py"] {
+        std::fs::copy(root.join("bench/gpu").join(file), folder.join(file))?;
+    }
     eprintln!("== gpu: {} is ready; on the other machine, sh run.sh", folder.display());
     Ok(())
 }

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! cargo xtask check    the quick loop: fmt, clippy, docs, unit tests, tidy
-//! cargo xtask ci       all of it: check, every test and doc test, benches kept alive, Miri, the features `mpi`, `tokenizers` and
-//!                      `cuda`, the Python package, cargo-deny
-//! cargo xtask cuda     the kernels alone: images for every card they are made for, by the toolkit's compiler; no GPU is needed
+//! cargo xtask ci       all of it: check, every test and doc test, benches kept alive, Miri, the features `mpi` and
+//!                      `tokenizers`, the Python package, cargo-deny
+//! cargo xtask cuda     the feature `cuda`: lints, tests, images of the kernels for every card, by both compilers; no GPU is needed
 //! cargo xtask gpu      a folder that runs everything about CUDA on a machine with a GPU and without a Rust toolchain
 //! cargo xtask python   the Python package alone
 //! ```
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     let done = match task.as_deref() {
         Some("check") => check(),
         Some("ci") => ci(),
-        Some("cuda") => cuda::images(&root()).map(|_| ()),
+        Some("cuda") => cuda::ci(&root()),
         Some("gpu") => cuda::bundle(&root()),
         Some("python") => python(),
         Some("tidy") => tidy::tidy(&root()),
@@ -59,7 +59,6 @@ fn ci() -> Result<()> {
     miri()?;
     mpi()?;
     tokenizers()?;
-    cuda::ci(&root())?;
     python()?;
     if installed("deny") {
         // The advisory database is fetched over the network; the other checks need nothing but the lock file.

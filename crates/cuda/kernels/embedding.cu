@@ -23,12 +23,46 @@ template <typename T> __device__ __forceinline__ void embed(const T* tokens, con
     }
 }
 
+// sum += ROWS rows, in their order; all are asked for before the first is added.
+template <typename T, int ROWS> __device__ __forceinline__ void add_rows(const T* dy, const u32* rows, u32 width, float* sum) {
+    constexpr int N = Lanes<T>::N;
+    uint4 read[ROWS];
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) read[k] = *reinterpret_cast<const uint4*>(dy + (u64)rows[k] * width);
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) {
+        float x[N];
+        Lanes<T>::load(reinterpret_cast<const T*>(&read[k]), x);
+#pragma unroll
+        for (int i = 0; i < N; i++) sum[i] += x[i];
+    }
+}
+
 // table[entry] += the sum of its rows of dy, in their order. `rows[starts[i]..starts[i + 1]]` are the rows of `entries[i]`, ascending: the host
-// sorts a batch's ids once, so that no addition depends on what ran first.
+// sorts a batch's ids once, so that no addition depends on what ran first. Few entries have most of the rows: theirs is the time.
 template <typename T> __device__ __forceinline__ void gather(const T* dy, const u32* entries, const u32* starts, const u32* rows, u32 width, float* table) {
-    u32 begin = starts[blockIdx.x], end = starts[blockIdx.x + 1];
+    constexpr int N = Lanes<T>::N;
+    u32 begin = starts[blockIdx.x], end = starts[blockIdx.x + 1], thread = blockIdx.y * blockDim.x + threadIdx.x, stride = gridDim.y * blockDim.x;
     float* into = table + (u64)entries[blockIdx.x] * width;
-    for (u32 at = blockIdx.y * blockDim.x + threadIdx.x; at < width; at += gridDim.y * blockDim.x) {
+    u32 vectors = ((u64)dy | (u64)table | (u64)width * sizeof(T)) % 16 == 0 ? width / N : 0;
+    for (u32 v = thread; v < vectors; v += stride) {
+        const T* column = dy + v * N;
+        float* out = into + v * N;
+        float sum[N], before[N];
+#pragma unroll
+        for (int i = 0; i < N; i += 4) Lanes<float>::load(out + i, before + i);
+#pragma unroll
+        for (int i = 0; i < N; i++) sum[i] = 0.0f;
+        u32 i = begin;
+        for (; i + 16 <= end; i += 16) add_rows<T, 16>(column, rows + i, width, sum);
+        for (; i + 4 <= end; i += 4) add_rows<T, 4>(column, rows + i, width, sum);
+        for (; i < end; i++) add_rows<T, 1>(column, rows + i, width, sum);
+#pragma unroll
+        for (int i = 0; i < N; i++) before[i] += sum[i];
+#pragma unroll
+        for (int i = 0; i < N; i += 4) Lanes<float>::store(out + i, before + i);
+    }
+    for (u32 at = vectors * N + thread; at < width; at += stride) {
         float sum = 0.0f;
         for (u32 i = begin; i < end; i++) sum += to_f32(dy[(u64)rows[i] * width + at]);
         into[at] += sum;

@@ -118,10 +118,12 @@ __device__ __forceinline__ void forward_any(const T* x, const T* residual, const
     }
 }
 
-// dx = residual + gradient; partial[block][0] and [1] are the block's sums of the gradients of gamma and beta.
+// dx = residual + gradient; partial[block][0] and [1] are the block's sums of the gradients of gamma and beta. Where a
+// thread has one vector of a row, the next row is asked for before this one's sums are waited for; more vectors would cost half of the threads.
 template <typename T, bool RMS, int CHUNKS>
 __device__ __forceinline__ void backward(const T* x, const T* gamma, const float* mean, const float* rstd, const T* dy, const T* residual, u32 rows, u32 width, T* dx, float* partial) {
     constexpr int N = Lanes<T>::N;
+    constexpr bool AHEAD = CHUNKS == 1;
     __shared__ float2 shared[32];
     float d_gamma[CHUNKS][N], d_beta[RMS ? 1 : CHUNKS][N];
 #pragma unroll
@@ -132,18 +134,33 @@ __device__ __forceinline__ void backward(const T* x, const T* gamma, const float
             if (!RMS) d_beta[c][i] = 0.0f;
         }
     }
+    uint4 next_x[CHUNKS], next_dy[CHUNKS];
+    auto ask = [&](u32 r) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            u32 at = (c * blockDim.x + threadIdx.x) * N;
+            if (r < rows && at < width) {
+                next_x[c] = *reinterpret_cast<const uint4*>(x + (u64)r * width + at);
+                next_dy[c] = *reinterpret_cast<const uint4*>(dy + (u64)r * width + at);
+            }
+        }
+    };
+    if (AHEAD) ask(blockIdx.x);
     for (u32 r = blockIdx.x; r < rows; r += gridDim.x) {
         u64 row = (u64)r * width;
         float scale = rstd[r], center = RMS ? 0.0f : mean[r];
         float hat[CHUNKS][N], weighted[CHUNKS][N];
+        uint4 added[CHUNKS];
+        if (!AHEAD) ask(r);
         float2 sums = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             u32 at = (c * blockDim.x + threadIdx.x) * N;
             if (at < width) {
                 float g[N];
-                Lanes<T>::load(x + row + at, hat[c]);
-                Lanes<T>::load(dy + row + at, weighted[c]);
+                if (AHEAD && residual) added[c] = *reinterpret_cast<const uint4*>(residual + row + at);
+                Lanes<T>::load(reinterpret_cast<const T*>(&next_x[c]), hat[c]);
+                Lanes<T>::load(reinterpret_cast<const T*>(&next_dy[c]), weighted[c]);
                 Lanes<T>::load(gamma + at, g);
 #pragma unroll
                 for (int i = 0; i < N; i++) {
@@ -156,6 +173,7 @@ __device__ __forceinline__ void backward(const T* x, const T* gamma, const float
                 }
             }
         }
+        if (AHEAD) ask(r + gridDim.x);
         sums = block_sums(sums, shared);
         float shift = RMS ? 0.0f : sums.x / width, slope = sums.y / width;
 #pragma unroll
@@ -163,7 +181,7 @@ __device__ __forceinline__ void backward(const T* x, const T* gamma, const float
             u32 at = (c * blockDim.x + threadIdx.x) * N;
             if (at < width) {
                 float r0[N];
-                if (residual) Lanes<T>::load(residual + row + at, r0);
+                if (residual) Lanes<T>::load(AHEAD ? reinterpret_cast<const T*>(&added[c]) : residual + row + at, r0);
 #pragma unroll
                 for (int i = 0; i < N; i++) weighted[c][i] = scale * (weighted[c][i] - shift - hat[c][i] * slope) + (residual ? r0[i] : 0.0f);
                 Lanes<T>::store(dx + row + at, weighted[c]);
@@ -176,9 +194,9 @@ __device__ __forceinline__ void backward(const T* x, const T* gamma, const float
         u32 at = (c * blockDim.x + threadIdx.x) * N;
         if (at < width) {
 #pragma unroll
-            for (int i = 0; i < N; i++) {
-                mine[at + i] = d_gamma[c][i];
-                if (!RMS) mine[width + at + i] = d_beta[c][i];
+            for (int i = 0; i < N; i += 4) {
+                Lanes<float>::store(mine + at + i, d_gamma[c] + i);
+                if (!RMS) Lanes<float>::store(mine + width + at + i, d_beta[c] + i);
             }
         }
     }

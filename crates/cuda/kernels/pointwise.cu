@@ -80,6 +80,71 @@ struct Drawn {
     }
 };
 
+// Where vectors begin with a block of draws, a vector has whole ones, and nothing is looked up.
+template <typename T> __device__ __forceinline__ void drop(const T* x, const Draws& draws, u64 first, u32 threshold, float scale, u64 len, T* y) {
+    constexpr int N = Lanes<T>::N;
+    u64 stride = (u64)gridDim.x * blockDim.x, thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    u64 vectors = ((u64)x | (u64)y) % 16 == 0 && first % 4 == 0 ? len / N : 0;
+    for (u64 v = thread; v < vectors; v += stride) {
+        float a[N];
+        Lanes<T>::load(x + v * N, a);
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            uint4 four = philox((first + v * N + i) / 4, draws);
+            a[i] = four.x < threshold ? 0.0f : a[i] * scale;
+            a[i + 1] = four.y < threshold ? 0.0f : a[i + 1] * scale;
+            a[i + 2] = four.z < threshold ? 0.0f : a[i + 2] * scale;
+            a[i + 3] = four.w < threshold ? 0.0f : a[i + 3] * scale;
+        }
+        Lanes<T>::store(y + v * N, a);
+    }
+    u64 done = vectors * N;
+    Drawn drawn(draws);
+    each<T, 1, 1>({x + done}, {y + done}, len - done, [&](const float* a, float* b, u64 i) {
+        b[0] = drawn.at(first + done + i) < threshold ? 0.0f : a[0] * scale;
+    });
+}
+
+// Columns of every head, turned by the position of their row: the first half with the second. A block has a row.
+template <typename T> __device__ __forceinline__ void rotate(const float* cosines, const float* sines, u32 first, u32 positions, u32 heads, u32 half, u32 stride, float sign, T* x) {
+    constexpr int N = Lanes<T>::N;
+    u64 turn = (u64)((first + blockIdx.x) % positions) * half;
+    T* row = x + (u64)blockIdx.x * stride;
+    cosines += turn;
+    sines += turn;
+    if (((u64)cosines | (u64)sines | (u64)row | (u64)half * sizeof(T)) % 16 == 0) {
+        u32 each_head = half / N;
+        for (u32 v = threadIdx.x; v < heads * each_head; v += blockDim.x) {
+            u32 head = v / each_head, column = v % each_head * N;
+            T* at = row + head * 2 * half + column;
+            float a[N], b[N], c[N], s[N];
+            Lanes<T>::load(at, a);
+            Lanes<T>::load(at + half, b);
+#pragma unroll
+            for (int i = 0; i < N; i += 4) {
+                Lanes<float>::load(cosines + column + i, c + i);
+                Lanes<float>::load(sines + column + i, s + i);
+            }
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                float low = a[i], high = b[i], sine = sign * s[i];
+                a[i] = low * c[i] - high * sine;
+                b[i] = high * c[i] + low * sine;
+            }
+            Lanes<T>::store(at, a);
+            Lanes<T>::store(at + half, b);
+        }
+    } else {
+        for (u32 i = threadIdx.x; i < heads * half; i += blockDim.x) {
+            u32 head = i / half, column = i % half;
+            T* at = row + head * 2 * half + column;
+            float c = cosines[column], s = sign * sines[column], a = to_f32(at[0]), b = to_f32(at[half]);
+            at[0] = of_f32<T>(a * c - b * s);
+            at[half] = of_f32<T>(b * c + a * s);
+        }
+    }
+}
+
 #define POINTWISE(T, suffix)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256) gelu_forward_##suffix(const T* x, u64 len, T* y) {                      \
         each<T, 1, 1>({x}, {y}, len, [](const float* a, float* b, u64) { b[0] = gelu(a[0]); });                               \
@@ -97,23 +162,13 @@ struct Drawn {
         });                                                                                                                   \
     }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(256) dropout_##suffix(const T* x, Draws draws, u64 first, u32 threshold, float scale, u64 len, T* y) { \
-        Drawn drawn(draws);                                                                                                   \
-        each<T, 1, 1>({x}, {y}, len, [&](const float* a, float* b, u64 i) { b[0] = drawn.at(first + i) < threshold ? 0.0f : a[0] * scale; }); \
+        drop(x, draws, first, threshold, scale, len, y);                                                                      \
     }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(256) add_##suffix(const T* x, u64 len, T* y) {                               \
         each<T, 2, 1>({x, y}, {y}, len, [](const float* a, float* b, u64) { b[0] = a[0] + a[1]; });                           \
     }                                                                                                                         \
-    /* Columns of every head, turned by the position of their row: the first half with the second. A thread has a pair. */    \
-    extern "C" __global__ void __launch_bounds__(256) rotary_##suffix(const float* cosines, const float* sines, u32 first, u32 positions, u32 rows, u32 heads, u32 half, u32 stride, float sign, T* x) { \
-        u64 pairs = (u64)rows * heads * half;                                                                                 \
-        for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < pairs; i += (u64)gridDim.x * blockDim.x) {               \
-            u32 column = (u32)(i % half), head = (u32)(i / half % heads), row = (u32)(i / half / heads);                      \
-            u64 turn = (u64)((first + row) % positions) * half + column;                                                      \
-            T* at = x + (u64)row * stride + head * 2 * half + column;                                                         \
-            float c = cosines[turn], s = sign * sines[turn], a = to_f32(at[0]), b = to_f32(at[half]);                         \
-            at[0] = of_f32<T>(a * c - b * s);                                                                                 \
-            at[half] = of_f32<T>(b * c + a * s);                                                                              \
-        }                                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256) rotary_##suffix(const float* cosines, const float* sines, u32 first, u32 positions, u32 heads, u32 half, u32 stride, float sign, T* x) { \
+        rotate(cosines, sines, first, positions, heads, half, stride, sign, x);                                               \
     }
 POINTWISE(float, f32)
 POINTWISE(bf16, bf16)

@@ -16,6 +16,7 @@ use serde::Serialize;
 use crate::Answer;
 use crate::commands::checkpoint::find;
 use crate::commands::run::protection;
+use crate::memory::Memory;
 use crate::output::{self, Format, Progress};
 use crate::runner::{RunOptions, Work, run_work};
 use crate::talk::{self, SCHEMA, Talk, TalkDoc, Talked};
@@ -199,6 +200,8 @@ fn talk(args: &Args, doc: TalkDoc) -> Result<Option<Talked>> {
         standalone: args.standalone,
         protect: protection(args.protect)?,
         spare_ranks: false,
+        memory: Memory::default(),
+        share_gpus: false,
     };
     run_work(&work, &options, &Progress::new())?;
     let talked = said.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -477,11 +477,13 @@ impl<'a> Queue<'a> {
             return Err(CudaError::Refused { what: "a head's columns", found, needed: "an even number" });
         }
         let (half, sign) = (head_dim / 2, if back { -1.0f32 } else { 1.0 });
-        let blocks = self.blocks(u64::from(rows) * u64::from(heads) * u64::from(half), 2);
+        // A block for every row, with a thread for every vector of it.
+        let threads =
+            (heads * half).div_ceil(16 / real.bytes() as u32).next_multiple_of(32).clamp(32, THREADS);
         let name = format!("rotary_{}", real.name());
-        let mut arguments = arguments![cosines, sines, first, positions, rows, heads, half, stride, sign, x];
+        let mut arguments = arguments![cosines, sines, first, positions, heads, half, stride, sign, x];
         // SAFETY: the module's.
-        unsafe { self.launch(("pointwise", &name), (blocks, 1), (THREADS, 0), &mut arguments) }
+        unsafe { self.launch(("pointwise", &name), (rows, 1), (threads, 0), &mut arguments) }
     }
 
     /// Logits of rows `stride` elements apart become the gradients of `scale` times their cross-entropy, of which `loss`, f32, has every row's.
@@ -535,7 +537,7 @@ impl<'a> Queue<'a> {
     ) -> Result<(), CudaError> {
         let name = format!("embedding_backward_{}", real.name());
         let mut arguments = arguments![dy, entries, starts, rows, width, table];
-        let grid = (count, width.div_ceil(THREADS).min(64));
+        let grid = (count, width.div_ceil(THREADS * (16 / real.bytes() as u32)).min(64));
         // SAFETY: the module's.
         unsafe { self.launch(("embedding", &name), grid, (THREADS, 0), &mut arguments) }
     }

@@ -18,10 +18,10 @@ pub fn all(lab: &mut Lab<'_>, sizes: usize) -> Result<Vec<Checked>, CudaError> {
                 }
             }
             checked.push(columns(lab, real, round)?);
-            checked.extend(pointwise(lab, real)?);
-            checked.push(rotary(lab, real)?);
+            checked.extend(pointwise(lab, real, round)?);
+            checked.push(rotary(lab, real, round)?);
             checked.push(classifier(lab, real, round)?);
-            checked.extend(embedding(lab, real)?);
+            checked.extend(embedding(lab, real, round)?);
             checked.push(adamw(lab, real)?);
             checked.push(sums(lab, real)?);
         }
@@ -32,8 +32,12 @@ pub fn all(lab: &mut Lab<'_>, sizes: usize) -> Result<Vec<Checked>, CudaError> {
 /// A size that divides by nothing, or in every third round one that is whole vectors.
 fn size(lab: &mut Lab<'_>, round: usize, rows: u64, cols: u64) -> Rows {
     let (rows, cols) = (1 + lab.random.below(rows) as u32, 1 + lab.random.below(cols) as u32);
-    let cols = if round.is_multiple_of(3) { cols.next_multiple_of(8) } else { cols | 1 };
-    Rows { rows, cols }
+    Rows { rows, cols: cut(cols as usize, round) as u32 }
+}
+
+/// The same for a number of columns.
+fn cut(columns: usize, round: usize) -> usize {
+    if round.is_multiple_of(3) { columns.next_multiple_of(8) } else { columns | 1 }
 }
 
 fn norms(
@@ -134,7 +138,7 @@ fn columns(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Checked, CudaE
     lab.check(what, 1e-5, || out.write(&again), run, &[(&out, Real::F32, &sums)])
 }
 
-fn pointwise(lab: &mut Lab<'_>, real: Real) -> Result<Vec<Checked>, CudaError> {
+fn pointwise(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Vec<Checked>, CudaError> {
     let len = 1 + lab.random.below(100_000) as usize;
     let [x, up, dy] = [6.0, 2.0, 1.0].map(|scale| lab.random.numbers(real, len, scale));
     let each = |f: &dyn Fn(usize) -> f64| (0..len).map(f).collect::<Vec<f64>>();
@@ -183,7 +187,10 @@ fn pointwise(lab: &mut Lab<'_>, real: Real) -> Result<Vec<Checked>, CudaError> {
         |q| unsafe { q.add(real, xb.at(), n, db.at()) },
         &[(&db, real, &each(&|i| x[i] + dy[i]))],
     )?);
-    let (draws, first, rate) = (Draws { key: [3, 77], high: [5, 9] }, lab.random.below(1000), 0.3);
+    // Every other time, the first element is the first of a block of draws.
+    let first = lab.random.below(1000);
+    let first = if round.is_multiple_of(2) { first.next_multiple_of(4) } else { first };
+    let (draws, rate) = (Draws { key: [3, 77], high: [5, 9] }, 0.3);
     let threshold = (rate * 4_294_967_296.0) as u32;
     let kept = |i: usize| truth::draw(first + i as u64, draws.key, draws.high) >= threshold;
     done.push(lab.check(
@@ -206,9 +213,10 @@ fn pointwise(lab: &mut Lab<'_>, real: Real) -> Result<Vec<Checked>, CudaError> {
     Ok(done)
 }
 
-fn rotary(lab: &mut Lab<'_>, real: Real) -> Result<Checked, CudaError> {
+fn rotary(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Checked, CudaError> {
     let [rows, heads, half, spare, positions, first] =
         [90, 7, 40, 9, 50, 30].map(|limit| 1 + lab.random.below(limit) as usize);
+    let (half, spare) = (cut(half, round), cut(spare, round));
     let stride = heads * 2 * half + spare;
     let angles: Vec<f64> = (0..positions * half).map(|_| f64::from(lab.random.number()) * 3.0).collect();
     let table = |f: fn(f64) -> f64| angles.iter().map(|a| rounded(Real::F32, f(*a))).collect::<Vec<_>>();
@@ -267,9 +275,11 @@ fn classifier(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Checked, Cu
     lab.check(what, allowed(real), prepare, run, &[(&l, real, &grads), (&loss, Real::F32, &losses)])
 }
 
-fn embedding(lab: &mut Lab<'_>, real: Real) -> Result<Vec<Checked>, CudaError> {
+fn embedding(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Vec<Checked>, CudaError> {
     let [samples, context, width, held] = [6, 40, 300, 60].map(|limit| 1 + lab.random.below(limit) as usize);
-    let (rows, first) = (samples * context, 11);
+    let (rows, first, width) = (samples * context, 11, cut(width, round));
+    // Every other time, few entries have all the rows.
+    let held = if round.is_multiple_of(2) { 1 + held % 4 } else { held };
     let tokens = lab.random.numbers(real, held * width, 1.0);
     let positions = lab.random.numbers(real, context * width, 1.0);
     // Some are held elsewhere.
