@@ -113,10 +113,13 @@ impl Buffer<'_> {
 
     pub fn write(&self, bytes: &[u8]) -> Result<(), CudaError> {
         assert!(bytes.len() as u64 <= self.bytes());
-        // SAFETY: as many bytes as there are, on both sides; it returns when they are there.
+        // SAFETY: as many bytes as there are, on both sides.
         self.done("cuMemcpyHtoD", unsafe {
             sys::cuMemcpyHtoD_v2(self.at(), bytes.as_ptr().cast::<c_void>(), bytes.len())
-        })
+        })?;
+        // From memory that is not pinned it may return when the bytes are on their way: streams of ours would not wait for them.
+        // SAFETY: waits for the context's work.
+        self.done("cuCtxSynchronize", unsafe { sys::cuCtxSynchronize() })
     }
 
     pub fn read(&self) -> Result<Vec<u8>, CudaError> {
