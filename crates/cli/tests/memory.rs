@@ -19,14 +19,14 @@ fn assert_bounded(what: &str, report: &Value) -> (u64, u64) {
     for rank in ranks {
         let (measured, proven) = (number(rank, "extra_bytes_measured"), number(rank, "extra_bytes_proven"));
         assert!(measured <= proven + ALLOWED, "{what}: {rank}");
-        // The program and its bookkeeping are never nothing.
-        assert!(measured > 16 * KIB, "{what}: {rank}");
         // Staging buffers are seen, where there are any.
         assert!(measured >= proven, "{what}: {rank}");
     }
     let most = |name| ranks.iter().map(|rank| number(rank, name)).max().unwrap();
     let worst = (most("extra_bytes_measured"), most("extra_bytes_proven"));
     assert!(most("socket_bytes") > 0, "{what}");
+    // A program and its bookkeeping are never nothing; but where a thread of the meeting ends late, what it frees may hide those of one rank.
+    assert!(worst.0 > 16 * KIB, "{what}: {ranks:?}");
     eprintln!("{what}: {} KiB measured, {} KiB proven", worst.0 / KIB, worst.1 / KIB);
     worst
 }
