@@ -83,10 +83,9 @@ impl Dealt {
 
     /// Whether a rank has what its step needs: of parameters and gradients, at least what it keeps states of.
     pub fn check(&self, place: &StageRank) -> Result<(), JobError> {
-        let axes = |over: &Over| over.axes(place);
-        let states = axes(&self.states)?;
+        let states = self.states.axes(place);
         for (what, over) in [("parameters", &self.parameters), ("gradients", &self.gradients)] {
-            if let Some(&lacking) = axes(over)?.iter().find(|axis| !states.contains(axis)) {
+            if let Some(&lacking) = over.axes(place).iter().find(|axis| !states.contains(axis)) {
                 let (mesh, axis) =
                     (Box::new(place.mesh().clone()), place.mesh().axes()[lacking].name.clone());
                 return Err(JobError::Dealt { what, axis, mesh });
@@ -106,19 +105,14 @@ pub enum Over {
 }
 
 impl Over {
-    /// By their places in a rank's mesh.
-    pub fn axes(&self, place: &StageRank) -> Result<Vec<usize>, JobError> {
+    /// By their places in a rank's mesh, which need not have all of them: over an axis that is not there nothing is dealt out.
+    pub fn axes(&self, place: &StageRank) -> Vec<usize> {
         let data = place.data_axes();
         match self {
-            Over::Nothing => Ok(vec![]),
-            Over::All => Ok(data),
+            Over::Nothing => vec![],
+            Over::All => data,
             Over::Axes(names) => {
-                let known = |name: &String| place.mesh().axis_index(name).filter(|axis| data.contains(axis));
-                if let Some(axis) = names.iter().find(|name| known(name).is_none()) {
-                    let mesh = Box::new(place.mesh().clone());
-                    return Err(JobError::NoAxis { axis: axis.clone(), mesh });
-                }
-                Ok(data.into_iter().filter(|&i| names.contains(&place.mesh().axes()[i].name)).collect())
+                data.into_iter().filter(|&i| names.contains(&place.mesh().axes()[i].name)).collect()
             }
         }
     }
@@ -162,8 +156,6 @@ pub enum JobError {
         "{what} are dealt out over `{axis}` of {mesh}, and the optimizer's states are not\nhint: a rank updates what it keeps states of, so deal states out over `{axis}` too"
     )]
     Dealt { what: &'static str, axis: String, mesh: Box<Mesh> },
-    #[error("mesh {mesh} has no data axis `{axis}`\nhint: data axes are `dp`, or `dpo` and `dpi`")]
-    NoAxis { axis: String, mesh: Box<Mesh> },
     #[error("{stage} has the units {units:?}, and the one before it ends at {wanted}")]
     Gap { stage: StageId, units: Range<usize>, wanted: usize },
     #[error(

@@ -194,19 +194,19 @@ fn memory_in<T: Scalar>(training: &Training, rank: Rank) -> Result<RankMemory> {
         OptimizerConfig::Sgd { .. } => 1,
     };
     let place = job.place(device, position)?;
-    let kept = |over: &Over| -> Result<u64> {
-        let axes = over.axes(&place)?;
+    let kept = |over: &Over| -> u64 {
+        let axes = over.axes(&place);
         let of = |o: &Outline| Deal::new(place.clone(), &o.buckets.starts).share(&axes).runs.len() as u64;
-        Ok(outlines.iter().map(of).sum())
+        outlines.iter().map(of).sum()
     };
     let dealt = &job.update.dealt;
     Ok(RankMemory {
         rank: rank.0,
         host: training.topology.host(rank).0,
         stages: stages.iter().map(|s| s.0).collect(),
-        weights: kept(&dealt.parameters)? * width,
-        gradients: kept(&dealt.gradients)? * width,
-        optimizer: moments * kept(&dealt.states)? * width,
+        weights: kept(&dealt.parameters) * width,
+        gradients: kept(&dealt.gradients) * width,
+        optimizer: moments * kept(&dealt.states) * width,
         activations: activations::<T>(training, device, position)?,
         crossings: crossings(training, rank),
     })

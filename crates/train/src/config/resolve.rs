@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::id::{Rank, StageId};
-use crossmesh_core::mesh::Mesh;
 use crossmesh_core::schedule::memory::peaks;
 use crossmesh_core::schedule::{
     Costs, Footprint, GenerateError, Hop, Placement, Schedule, Spec, StageCost, generate, time,
@@ -168,6 +167,7 @@ fn check_batch(config: &Config, model: &AnyModel) -> Result<(), ConfigError> {
 
 /// Ranks, numbered stage by stage.
 fn teams(config: &Config) -> Result<Vec<Team>, ConfigError> {
+    check_dealt(config)?;
     let mut next = 0u32;
     let mut teams = vec![];
     for (i, stage) in config.stages.iter().enumerate() {
@@ -182,7 +182,6 @@ fn teams(config: &Config) -> Result<Vec<Team>, ConfigError> {
                 format!("train.batch = {} gives every rank one", dp * config.train.microbatches as usize);
             return Err(config.stage_error(stage.table, "mesh", reason, &hint));
         }
-        check_dealt(config, i, &stage.mesh)?;
         let ranks = (next..).map(Rank).take(stage.mesh.len()).collect();
         next += stage.mesh.len() as u32;
         teams.push(Team { mesh: stage.mesh.clone(), ranks, sequence_parallel: stage.sequence_parallel });
@@ -190,26 +189,31 @@ fn teams(config: &Config) -> Result<Vec<Team>, ConfigError> {
     Ok(teams)
 }
 
-/// Refuses to deal parameters or gradients out over an axis that the mesh lacks, or that states are not dealt out over.
-fn check_dealt(config: &Config, stage: usize, mesh: &Mesh) -> Result<(), ConfigError> {
-    let Ok(place) = StageRank::new(mesh.clone(), 0) else { return Ok(()) };
+/// Refuses to deal parameters or gradients out over an axis that states are not dealt out over, or anything over one that no stage has.
+fn check_dealt(config: &Config) -> Result<(), ConfigError> {
     let dealt = &config.optimizer.update.dealt;
     let key = |name: &str| format!("optimizer.{name}_over");
-    let axes = |name: &str, over: &Over| {
-        over.axes(&place).map_err(|error| {
-            let value::BadValue { reason, .. } = value::split_hint(&error.to_string());
-            let reason = format!("of stage {stage}, {reason}");
-            config.error(&key(name), reason, "give the stage that axis: mesh = \"dpo 2, dpi 2\", say")
-        })
-    };
-    let states = axes("states", &dealt.states)?;
-    for (name, over) in [("parameters", &dealt.parameters), ("gradients", &dealt.gradients)] {
-        if let Some(&lacking) = axes(name, over)?.iter().find(|axis| !states.contains(axis)) {
-            let axis = &mesh.axes()[lacking].name;
-            let reason =
-                format!("{name} would be dealt out over `{axis}` of stage {stage}, and states are not");
-            let hint = "a rank updates what it keeps states of: states_over = \"all\" deals these out too";
-            return Err(config.error(&key(name), reason, hint));
+    let all = [("parameters", &dealt.parameters), ("gradients", &dealt.gradients), ("states", &dealt.states)];
+    for (name, over) in all {
+        let Over::Axes(names) = over else { continue };
+        let is_there = |axis: &&String| config.stages.iter().any(|s| s.mesh.axis_index(axis).is_some());
+        if let Some(axis) = names.iter().find(|axis| !is_there(axis)) {
+            let reason = format!("no stage's mesh has the axis `{axis}`");
+            return Err(config.error(&key(name), reason, "give one that axis: mesh = \"dpo 2, dpi 2\", say"));
+        }
+    }
+    for (stage, section) in config.stages.iter().enumerate() {
+        let Ok(place) = StageRank::new(section.mesh.clone(), 0) else { continue };
+        let states = dealt.states.axes(&place);
+        for (name, over) in &all[..2] {
+            if let Some(&lacking) = over.axes(&place).iter().find(|axis| !states.contains(axis)) {
+                let axis = &section.mesh.axes()[lacking].name;
+                let reason =
+                    format!("{name} would be dealt out over `{axis}` of stage {stage}, and states are not");
+                let hint =
+                    "a rank updates what it keeps states of: states_over = \"all\" deals these out too";
+                return Err(config.error(&key(name), reason, hint));
+            }
         }
     }
     Ok(())

@@ -327,7 +327,7 @@ impl<T: Scalar + Element> Seat<'_, T> {
         for &id in self.wiring.stages_on(self.device) {
             let (setup, chain) = self.stage(id)?;
             let weights = (chain.parameters(), chain.buckets());
-            let (params, grads) = update.add_stage(&self.kernels, id, weights, &names, self.job.seed)?;
+            let (params, grads) = update.add_stage(&self.kernels, id, weights, &names, self.job.seed);
             stages.push(RankStage { id, setup, chain, params, grads, done: 0 });
         }
         let (job, wiring) = (Arc::clone(self.job), Arc::clone(self.wiring));

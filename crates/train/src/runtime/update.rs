@@ -28,7 +28,7 @@ use super::passes::{PassFailure, Passes};
 use super::runs::{copy_all, counts_of, pack};
 use crate::deal::{Deal, Runs, Share};
 use crate::flat::Buckets;
-use crate::job::{JobError, Update as Rule};
+use crate::job::Update as Rule;
 use crate::kernels::Kernels as _;
 use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
@@ -162,7 +162,7 @@ impl<T: Scalar + Element> Update<T> {
         (parameters, buckets): (&[Parameter], &Buckets),
         tied: &[&str],
         seed: u64,
-    ) -> Result<(Params<T>, Grads<T>), JobError> {
+    ) -> (Params<T>, Grads<T>) {
         let several = self.place.tp().size > 1 && self.place.dp().size > 1;
         let kind = |p: &Parameter| {
             let partial = p.grad.partial().map(|partial| partial.axes.clone()).unwrap_or_default();
@@ -180,7 +180,7 @@ impl<T: Scalar + Element> Update<T> {
         let dealt = &self.rule.dealt;
         let [p, g, o] =
             [&dealt.parameters, &dealt.gradients, &dealt.states].map(|over| over.axes(&self.place));
-        let (p, g, o, data) = (p?, g?, o?, self.place.data_axes());
+        let data = self.place.data_axes();
         let without = |axes: &[usize], others: &[usize]| -> Vec<usize> {
             axes.iter().copied().filter(|axis| !others.contains(axis)).collect()
         };
@@ -222,7 +222,7 @@ impl<T: Scalar + Element> Update<T> {
             }
         };
         self.stages.insert(stage, update);
-        Ok((params, grads))
+        (params, grads)
     }
 
     /// The first weights that this rank keeps.
