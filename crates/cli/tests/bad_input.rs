@@ -289,6 +289,16 @@ fn tensors_that_cannot_shrink_are_not_measured() {
     assert!(refused(&["bench", "reshard", "--strategies", "magic"]).contains("unknown strategy"));
 }
 
+/// No rank is to blame for what the build lacks: none is started.
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn gpu_memory_without_cuda_in_the_build() {
+    let stderr = refused(&["run", SRC, DST, "--memory", "cuda"]);
+    assert!(stderr.contains("this build has no CUDA\nhint: build it with `--features cuda`"), "{stderr}");
+    assert!(!stderr.contains("failed"), "{stderr}");
+    assert!(refused(&["run", SRC, DST, "--memory", "tpu"]).contains("`tpu` is no memory"));
+}
+
 #[test]
 fn commands_that_do_not_exist() {
     refused(&["dance"]);

@@ -15,6 +15,7 @@ use crossmesh_core::reshard::lower_bound;
 use crossmesh_core::sim::simulate;
 use crossmesh_core::units::{Bytes, Seconds, parse_seconds};
 use crossmesh_core::verify::{Claims, Verified};
+use crossmesh_cuda::CudaError;
 use serde::Serialize;
 
 use crate::Answer;
@@ -110,6 +111,10 @@ impl RunArgs {
                 .filter(|d| !d.is_zero())
                 .with_context(|| format!("{flag}: `{text}` is no time to wait"))
         };
+        let memory = self.memory.clone().unwrap_or_default();
+        if memory != Memory::Host && !cfg!(feature = "cuda") {
+            return Err(CudaError::NotBuilt).context("--memory");
+        }
         Ok(RunOptions {
             emulate: self.emulate.is_some(),
             repeat: self.repeat.unwrap_or(repeat),
@@ -120,7 +125,7 @@ impl RunArgs {
             standalone: self.standalone,
             protect: protection(self.protect)?,
             spare_ranks: false,
-            memory: self.memory.clone().unwrap_or_default(),
+            memory,
             share_gpus: self.share_gpus,
         })
     }

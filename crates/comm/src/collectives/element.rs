@@ -76,6 +76,16 @@ impl Reduction {
     }
 }
 
+impl From<ReduceOp> for Reduction {
+    fn from(op: ReduceOp) -> Self {
+        match op {
+            ReduceOp::Sum => Reduction::Sum,
+            ReduceOp::Max => Reduction::Max,
+            ReduceOp::Min => Reduction::Min,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -58,13 +58,8 @@ impl<T: Scalar + Element> Group<HostBuf<T>> for Direct {
     }
 
     fn all_reduce(&self, buf: &mut HostBuf<T>, op: ReduceOp) -> Result<(), GroupError> {
-        let reduction = match op {
-            ReduceOp::Sum => Reduction::Sum,
-            ReduceOp::Max => Reduction::Max,
-            ReduceOp::Min => Reduction::Min,
-        };
         let sums =
-            self.run("an all-reduce", buf, |comm, x| comm.start_all_reduce(self.group, x, reduction))?;
+            self.run("an all-reduce", buf, |comm, x| comm.start_all_reduce(self.group, x, op.into()))?;
         buf.copy_from_slice(&sums);
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crossmesh_comm::collectives::{Buffer, Element, GroupId, Reduction};
+use crossmesh_comm::collectives::{Buffer, Element, GroupId};
 
 use super::calls::{Calls, Urgency, What};
 use crate::group::{Group, GroupError, ReduceOp};
@@ -46,12 +46,7 @@ impl<T: Scalar + Element> Group<HostBuf<T>> for Wired {
     }
 
     fn all_reduce(&self, buf: &mut HostBuf<T>, op: ReduceOp) -> Result<(), GroupError> {
-        let reduction = match op {
-            ReduceOp::Sum => Reduction::Sum,
-            ReduceOp::Max => Reduction::Max,
-            ReduceOp::Min => Reduction::Min,
-        };
-        let sums = self.run("an all-reduce", What::AllReduce(reduction), buf)?;
+        let sums = self.run("an all-reduce", What::AllReduce(op.into()), buf)?;
         buf.copy_from_slice(&sums);
         Ok(())
     }
