@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares our GPT and our Llama with Hugging Face transformers', both ways. Run by hand:
+"""Compares our GPT and our Llama with Hugging Face transformers', both ways. `cargo xtask python` runs it where transformers is there. By hand:
 
     python3 -m venv .venv && .venv/bin/pip install torch transformers
     cargo build --release -p crossmesh-cli -p crossmesh-train --example gpt_logits --bin crossmesh
@@ -12,8 +12,8 @@
   exported and agrees too.
 - back: what was imported and exported again is byte by byte the file it came from.
 - validation: the last validation loss of a run is what transformers says of the same windows, with the exported model.
-- talk: greedy generation says the same 64 tokens as `generate`, on one process and on four (--tp 2 --stages 2); tokens a second side by side, for which
-  the programs have to be release builds.
+- talk: greedy generation says the same 64 tokens as `generate`, on one process and on four (--tp 2 --stages 2); from a release build, tokens a second
+  side by side too.
 
 Same means: logits within 1e-4 and the loss within 1e-5, f32 on both sides. Ends with an error where they are not.
 """
@@ -162,8 +162,8 @@ def talk(bins, folder, kind, sizes):
            "--prompt", " ".join(map(str, prompt))]
     for tp, stages in [(1, 1), (2, 1), (2, 2)]:
         said = json.loads(call(*ask, "--tp", tp, "--stages", stages))
-        print(f"talk {kind} {sizes} tp {tp}, {stages} stages: {TOKENS / said['seconds']:.0f} tokens/s,"
-              f" transformers {TOKENS / theirs_s:.0f}")
+        speed = f": {TOKENS / said['seconds']:.0f} tokens/s, transformers {TOKENS / theirs_s:.0f}"
+        print(f"talk {kind} {sizes} tp {tp}, {stages} stages{speed if bins.name == 'release' else ''}")
         assert said["ids"] == wanted, (said["ids"], wanted)
         own = (layers + 2) // stages - 1 if stages > 1 else layers
         shared = -(-kv_heads // tp)

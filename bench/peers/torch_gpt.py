@@ -1,6 +1,9 @@
-"""The same GPT step in torch eager, to be measured beside ours. Needs torch.
+"""The same GPT step in torch eager, to be measured beside ours. Needs torch; `--llama` needs transformers.
 
     python3 bench/peers/torch_gpt.py [--threads 2] [--steps N | --serve] [--weights FILE] [--optimizer fused|default]
+        [--llama] [--kv-heads 2] [--hidden 1376] [--dtype f32|bf16]
+
+`--llama` is transformers' LlamaForCausalLM with SDPA; `--dtype bf16` is torch's autocast, weights and optimizer in f32.
 
 The same sizes, tokens and, from FILE (`gpt_step --weights FILE`), weights as crates/train/examples/gpt_step.rs; the same
 step: forward, backward, clipping to norm 1, AdamW with decay on matrices only.
@@ -58,6 +61,25 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
+class Llama(nn.Module):
+    """transformers' own."""
+
+    def __init__(self, args):
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=args.vocab, hidden_size=args.width, intermediate_size=args.hidden, num_hidden_layers=args.layers,
+            num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, max_position_embeddings=args.context,
+            rms_norm_eps=1e-5, tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
+        )
+        self.inner = LlamaForCausalLM(config)
+
+    def forward(self, tokens, targets):
+        logits = self.inner(input_ids=tokens).logits
+        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1))
+
+
 OURS = {"attn.c_attn": "attn", "attn.c_proj": "proj", "mlp.c_fc": "up", "mlp.c_proj": "down", "ln_1": "ln_1", "ln_2": "ln_2"}
 
 
@@ -69,7 +91,9 @@ def load(model, path):
             count = math.prod(shape)
             values = torch.frombuffer(bytearray(file.read(4 * count)), dtype=torch.float32)
             layer, kind = name.rsplit(".", 1)
-            if name.startswith("h."):
+            if isinstance(model, Llama):
+                weight = own[f"inner.{name}"]
+            elif name.startswith("h."):
                 _, block, rest = layer.split(".", 2)
                 weight = own[f"blocks.{block}.{OURS[rest]}.{kind}"]
                 values = values.view(weight.T.shape).T if weight.dim() == 2 else values
@@ -81,7 +105,7 @@ def load(model, path):
 class Trainer:
     def __init__(self, args):
         self.args, self.step_index = args, 0
-        self.model = Gpt(args)
+        self.model = Llama(args) if args.llama else Gpt(args)
         if args.weights:
             load(self.model, args.weights)
         weights = list(self.model.parameters())
@@ -100,7 +124,8 @@ class Trainer:
     def step(self):
         tokens, targets = self.ids(0), self.ids(1)
         start = time.perf_counter()
-        loss = self.model(tokens, targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.args.dtype == "bf16"):
+            loss = self.model(tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -112,11 +137,13 @@ class Trainer:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in [("threads", 2), ("vocab", 8192), ("context", 256), ("width", 512), ("layers", 8), ("heads", 8), ("samples", 8), ("steps", 5)]:
+    for name, default in [("threads", 2), ("vocab", 8192), ("context", 256), ("width", 512), ("layers", 8), ("heads", 8), ("samples", 8), ("steps", 5), ("kv-heads", 2), ("hidden", 1376)]:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--weights")
     parser.add_argument("--optimizer", choices=["fused", "default"], default="fused")
     parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--llama", action="store_true")
+    parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     trainer = Trainer(args)

@@ -21,6 +21,9 @@ for case, row in gaps.items():
     print(f"{case:16}" + "".join(f"{gap:18.2f}" for gap in row))
 
 if len(sys.argv) > 1:
+    import matplotlib
+
+    matplotlib.use("agg")  # into a file, without a screen
     import matplotlib.pyplot as plt
 
     width = 0.8 / len(STRATEGIES)

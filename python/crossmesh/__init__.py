@@ -32,6 +32,7 @@ from ._native import (
     Plan,
     PlanError,
     Report,
+    Simulation,
     __version__,
 )
 
@@ -51,6 +52,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Report",
+    "Simulation",
     "__version__",
     "init",
     "plan",

@@ -72,19 +72,25 @@ def init(
     size: int | None = None,
     address: str | None = None,
     secret: str | None = None,
+    protect: str | None = None,
+    attempt: int = 0,
     arrive_s: float = 60.0,
     deadline_s: float = 10.0,
 ) -> Job:
     """Joins the job that torchrun, srun, mpirun or ``crossmesh launch`` started this process for, and waits for the others.
 
-    ``rank``, ``size``, ``address`` ("host:port" of rank 0) and ``secret`` go before what the environment says. Ranks may take
+    ``rank``, ``size``, ``address`` ("host:port" of rank 0), ``secret`` and ``protect`` ("none", "sign" or "encrypt": what is done to all
+    that passes between hosts, the same on all ranks) go before what the environment says.
+    A failure ends the job and not the process: whoever is left closes it and meets again, as ranks of a new world, with ``attempt=1``,
+    then 2; processes that still hold on to an earlier meeting are turned away. Ranks may take
     ``arrive_s`` to come; a transfer that nothing moves for ``deadline_s`` fails, with the name of the rank that is to blame. One thread moves
     the bytes. The job is left by ``close``, or when the process ends.
     """
     global _joined
     if _joined is not None:
         raise JobError("this process is in a job already\nhint: close that one first")
-    options = dict(rank=rank, size=size, address=address, secret=secret, arrive_s=arrive_s, deadline_s=deadline_s)
+    options = dict(rank=rank, size=size, address=address, secret=secret, protect=protect, attempt=attempt)
+    options.update(arrive_s=arrive_s, deadline_s=deadline_s)
     job = Job(_native.join(**options))
     _joined = job
     atexit.register(job.close)

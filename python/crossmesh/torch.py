@@ -17,90 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import ArrayError, CrossmeshError, JobError, Layout, LayoutError, Plan
+from . import ArrayError, CrossmeshError, JobError, Plan
+from ._placements import REDUCTIONS, device_mesh, dtensor, layout, layout_of, placements
+from ._tensors import Arrays, empty, is_nccl
 
-_DTYPES = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "f8e4m3": torch.float8_e4m3fn,
-    "f8e5m2": torch.float8_e5m2,
-    "i64": torch.int64,
-    "i32": torch.int32,
-    "i8": torch.int8,
-    "u8": torch.uint8,
-    "bool": torch.bool,
-}
+__all__ = ["PIECE_BYTES", "device_mesh", "dtensor", "empty", "layout", "layout_of", "placements", "reshard"]
+
 # How much of a message arrives before it is passed on. At some 45 us an operation, smaller ones would keep Python in the way.
 PIECE_BYTES = 1 << 20
-_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
-def layout(tensor: Any, name: str = "A", *, rank_offset: int = 0) -> Layout:
-    """The layout of a DTensor; ``name`` is what its mesh is called.
-
-    FSDP2 over tensor parallelism, whose shards nest the other way round (``_StridedShard``), is told by the order of the axes.
-    """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    sizes = tuple(mesh.mesh.shape)
-    names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(len(sizes)))
-    ranks = [int(rank) + rank_offset for rank in mesh.mesh.flatten().tolist()]
-    return layout_of(tensor.dtype, tensor.shape, placements, dict(zip(names, sizes)), name, ranks)
-
-
-def layout_of(
-    dtype: torch.dtype,
-    shape: Any,
-    placements: Any,
-    axes: Mapping[str, int],
-    name: str = "A",
-    ranks: Any = None,
-) -> Layout:
-    """The layout of placements on a mesh with these axes, in the order of its dims."""
-    from . import Mesh
-
-    names, sizes = list(axes), list(axes.values())
-    orders: list[list[int]] = [[] for _ in shape]
-    partial, op = [], "sum"
-    for at in reversed(range(len(placements))):
-        placement = placements[at]
-        kind = type(placement).__name__
-        if placement.is_replicate():
-            continue
-        if placement.is_partial():
-            partial.insert(0, names[at])
-            op = placement.reduce_op
-            continue
-        if kind not in ("Shard", "_StridedShard"):
-            raise LayoutError(f"placement {at}, {placement}, has no counterpart\nhint: Shard, Replicate and Partial have")
-        _nest(orders[placement.dim], at, sizes, placement)
-    ops = {str(p.reduce_op) for p in placements if p.is_partial()}
-    if len(ops) > 1 or (ops and op not in _COMBINE):
-        raise LayoutError(f"Partial({', '.join(sorted(ops))}) has no counterpart\nhint: one of {', '.join(_COMBINE)}")
-    dims = [[names[axis] for axis in order] or None for order in orders]
-    mesh = Mesh(name, ranks=ranks, **axes)
-    return Layout(dtype, list(shape), mesh, dims, partial=partial or None, op=op)
-
-
-def _nest(order: list[int], axis: int, sizes: list[int], placement: Any) -> None:
-    """Puts an axis where it splits: before all that follow it in the mesh, or behind as many parts as its split factor says."""
-    factor, at = getattr(placement, "split_factor", 1), 0
-    while factor > 1 and at < len(order) and factor % sizes[order[at]] == 0:
-        factor //= sizes[order[at]]
-        at += 1
-    if factor != 1:
-        raise LayoutError(f"{placement}: no nesting of the mesh's axes has this split factor")
-    order.insert(at, axis)
-
-
-def empty(plan: Plan, rank: int, device: Any = "cpu") -> dict[str, torch.Tensor]:
-    """Tensors for what a rank is to receive, by name."""
-    out = {}
-    for name, _, dst in plan.tensors:
-        if rank in dst.ranks and dst.holds(rank):
-            out[name] = torch.empty(dst.shard_shape(rank), dtype=_DTYPES[dst.dtype], device=device)
-    return out
+_COMBINE = dict(zip(REDUCTIONS, (torch.add, torch.maximum, torch.minimum)))
 
 
 def reshard(
@@ -111,40 +36,69 @@ def reshard(
 ) -> dict[str, torch.Tensor]:
     """Moves this rank's shards as the plan says, over the group's own operations; every rank of the plan calls it.
 
-    ``tensors`` are this rank's shards by name, ``out`` is filled in place (made where it is missing) and returned.
+    ``tensors`` are this rank's shards by name, ``out`` is filled in place (made where it is missing) and returned; both may have any strides.
+    Where one rank brings what does not fit, every rank raises an ArrayError that names it, and nothing has moved.
     """
-    rank = dist.get_rank(group)
-    program = json.loads(plan.for_rank(rank)) if rank < plan.num_ranks else {"ranks": []}
-    piece_bytes = _agree(plan, program, group)
-    device = next((t.device for t in tensors.values()), torch.device("cpu"))
-    out = empty(plan, rank, device) if out is None else out
+    rank, backend = dist.get_rank(group), dist.get_backend(group)
+    if rank < 0:
+        raise JobError("this rank is not in the group\nhint: the ranks of the group call it, and no others")
+    program, arrays, failed = {"ranks": []}, None, None
+    try:
+        program = json.loads(plan.for_rank(rank)) if rank < plan.num_ranks else {"ranks": [], "boxes": [], "tensors": []}
+        arrays = Arrays(plan, program, rank, tensors, out, backend)
+    except Exception as error:  # the others have to hear of it first, whatever it is
+        failed = error
+    piece_bytes = _agree(plan, program, failed, group, backend)
     if program["ranks"]:
-        _Run(plan, program, rank, tensors, out, device, group, piece_bytes).run()
-    return out
+        _Run(plan, program, arrays, group, piece_bytes).run()
+    return arrays.out
 
 
-def _agree(plan: Plan, program: dict, group: dist.ProcessGroup | None) -> int | None:
-    """Before a byte moves: gloo ends a process whose receive is smaller than what was sent. Returns into which pieces messages are cut.
+def _agree(plan: Plan, program: dict, failed: Exception | None, group: dist.ProcessGroup | None, backend: str) -> int | None:
+    """Before a byte moves: gloo ends a process whose receive is smaller than what was sent, and a rank that stays away is waited for
+    until the group gives up. Returns into which pieces messages are cut.
 
     They are not where messages match by order and not by tag, as NCCL's, or where somebody's ops wait for the whole of another.
     """
-    size = dist.get_world_size(group)
-    if size < plan.num_ranks:
-        raise JobError(f"the plan is for {plan.num_ranks} ranks, the group has {size}")
-    backend = dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl(backend) else torch.device("cpu")
+    said = "" if failed is None else str(failed) if isinstance(failed, CrossmeshError) else f"{type(failed).__name__}: {failed}"
+    text = torch.tensor(list(said.encode()), dtype=torch.uint8, device=device)
     waits = any(_waits_for_all(op, rank["ops"]) for rank in program["ranks"] for op in rank["ops"])
-    mine = torch.tensor([plan.fingerprint, waits], dtype=torch.int64, device=device)
-    all_of_them = [torch.empty_like(mine) for _ in range(size)]
+    mine = torch.tensor([plan.fingerprint, plan.num_ranks, waits, len(text)], dtype=torch.int64, device=device)
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_of_them, mine, group=group)
-    found = [int(t[0]) for t in all_of_them]
+    found = [tuple(words.tolist()) for words in all_of_them]
+    _check_plans([(plan, ranks) for plan, ranks, _, _ in found])
+    bad = next((rank for rank, words in enumerate(found) if words[3]), None)
+    if bad is not None:
+        if bad != dist.get_rank(group):
+            text = torch.empty(found[bad][3], dtype=torch.uint8, device=device)
+        dist.broadcast(text, group_src=bad, group=group)
+        if failed is not None:
+            raise failed
+        raise ArrayError(f"rank {bad} cannot take part, nothing was moved: {bytes(text.tolist()).decode()}")
+    return None if _matches_by_order(backend) or any(words[2] for words in found) else PIECE_BYTES
+
+
+def _matches_by_order(backend: str) -> bool:
+    """Whether tags say nothing: a message is for whatever the receiver has posted next for its sender."""
+    return is_nccl(backend)
+
+
+def _check_plans(found: list[tuple[int, int]]) -> None:
+    """Whether all ranks have one plan, and are as many as it is for."""
     differs = next((rank for rank, other in enumerate(found) if other != found[0]), None)
     if differs is not None:
         raise JobError(
-            f"rank 0 has plan {found[0]:016x}, rank {differs} has plan {found[differs]:016x}; nothing was moved\n"
+            f"rank 0 has plan {_hex(found[0][0])}, rank {differs} has plan {_hex(found[differs][0])}; nothing was moved\n"
             "hint: plan with the same layouts, cluster and options on every rank"
         )
-    return None if backend == "nccl" or any(int(t[1]) for t in all_of_them) else PIECE_BYTES
+    if found[0][1] > len(found):
+        raise JobError(f"the plan is for {found[0][1]} ranks, the group has {len(found)}; nothing was moved\nhint: start as many ranks as the plan has")
+
+
+def _hex(fingerprint: int) -> str:
+    return f"{fingerprint & (1 << 64) - 1:016x}"
 
 
 def _waits_for_all(op: dict, ops: list[dict]) -> bool:
@@ -161,55 +115,14 @@ class _Run:
     still for comes before the one that it is wanted for, in the order of all ranks, so somebody can always go on.
     """
 
-    def __init__(self, plan, program, rank, tensors, out, device, group, piece_bytes) -> None:
-        self.tensors, self.boxes = program["tensors"], program["boxes"]
-        self.mine, self.rank, self.group, self.device = program["ranks"][0], rank, group, device
-        self.memory = [self._memory(buffer, plan, tensors, out) for buffer in self.mine["buffers"]]
-        self.ops = self.mine["ops"]
-        self.piece_bytes = piece_bytes
+    def __init__(self, plan: Plan, program: dict, arrays: Arrays, group, piece_bytes: int | None) -> None:
+        self.tensors, self.arrays, self.group, self.piece_bytes = program["tensors"], arrays, group, piece_bytes
+        self.rank, self.ops = arrays.rank, program["ranks"][0]["ops"]
         # A message's pieces have tags of their own, beyond those of all messages.
         self.tags = 2 * plan.num_transfers + 1
         # By op: what ends each piece, as far as they have been posted; and what its memory is, as one row.
         self.ends: list[list[Any]] = [[] for _ in self.ops]
         self.rows: list[Any] = [None] * len(self.ops)
-
-    def _memory(self, buffer, plan, tensors, out) -> torch.Tensor:
-        """A buffer as one row of elements; of bytes, where it is staging."""
-        if buffer["role"] == "staging":
-            return torch.empty(buffer["bytes"], dtype=torch.uint8, device=self.device)
-        source = buffer["role"] == "source"
-        tensor = self.tensors[buffer["tensor"]]
-        name, given = plan.tensors[buffer["tensor"]][0], tensors if source else out
-        what = f"tensor `{name}` of rank {self.rank}, {'source' if source else 'out'}"
-        if name not in given:
-            raise ArrayError(f"{what}: missing\nhint: give all shards that this rank holds, by name")
-        found, wanted = given[name], _DTYPES[tensor["dtype"]]
-        if found.dtype != wanted:
-            raise ArrayError(f"{what}: dtype {wanted} is expected, {found.dtype} was given")
-        if found.numel() * found.element_size() != buffer["bytes"]:
-            elements = buffer["bytes"] // found.element_size()
-            raise ArrayError(f"{what}: {elements} elements are expected, {found.numel()} were given, of shape {tuple(found.shape)}")
-        if not source and not found.is_contiguous():
-            raise ArrayError(f"{what}: it is not contiguous\nhint: give a contiguous tensor, or none")
-        return found.detach().reshape(-1)
-
-    def _view(self, op, tile_number: int) -> torch.Tensor:
-        """The box of an op inside a tile."""
-        tile = self.mine["tiles"][tile_number]
-        dtype = _DTYPES[self.tensors[op["tensor"]]["dtype"]]
-        width, held, box = dtype.itemsize, self.boxes[tile["box"]], self.boxes[op["box"]]
-        base = self.memory[tile["buffer"]]
-        strides = tile.get("strides")
-        if strides is None:
-            strides, step = [0] * len(held), width
-            for dim in reversed(range(len(held))):
-                strides[dim] = step
-                step *= held[dim][1] - held[dim][0]
-        start = tile["offset"] + sum((b[0] - h[0]) * s for b, h, s in zip(box, held, strides))
-        shape = [b[1] - b[0] for b in box]
-        if base.dtype != dtype:
-            base = base[tile["offset"] % width :].view(dtype) if base.numel() else base.view(dtype)
-        return base.as_strided(shape, [s // width for s in strides], base.storage_offset() + start // width)
 
     def run(self) -> None:
         left = list(range(len(self.ops)))
@@ -257,7 +170,7 @@ class _Run:
             end()
 
     def _copy(self, op) -> None:
-        self._put(op, self._view(op, op["into"]), self._view(op, op["from"]))
+        self._put(op, self.arrays.view(op, op["into"]), self.arrays.view(op, op["from"]))
 
     def _cut(self, row: torch.Tensor, number: int, piece: int) -> torch.Tensor:
         if self._pieces(number) == 1:
@@ -275,7 +188,7 @@ class _Run:
                 # The same bytes, where they arrive: what they are unpacked into is there when all of them are.
                 self.rows[number] = self.rows[behind[0]]
             else:
-                self.rows[number] = (self._view(op, op["from"]) if op["bytes"] else self._word()).contiguous().reshape(-1)
+                self.rows[number] = (self.arrays.view(op, op["from"]) if op["bytes"] else self._word()).contiguous().reshape(-1)
         row = self.rows[number]
         data = _plain(self._cut(row, number, piece))
         work = dist.isend(data, group_dst=op["peer"], group=self.group, tag=self._tag(op, piece))
@@ -286,7 +199,7 @@ class _Run:
         self.ends[number].append(wait)
 
     def _recv(self, number: int, op) -> None:
-        into = self._view(op, op["into"]) if op["bytes"] else self._word()
+        into = self.arrays.view(op, op["into"]) if op["bytes"] else self._word()
         direct = not op.get("reduce") and into.is_contiguous()
         data = into if direct else torch.empty(into.shape, dtype=into.dtype, device=into.device)
         row, count = data.reshape(-1), self._pieces(number)
@@ -312,7 +225,7 @@ class _Run:
 
     def _word(self) -> torch.Tensor:
         """A message that carries order alone; not every transport sends nothing."""
-        return torch.zeros(1, dtype=torch.uint8, device=self.device)
+        return torch.zeros(1, dtype=torch.uint8, device=self.arrays.device)
 
 
 def _nothing() -> None:

@@ -1,18 +1,33 @@
 """Processes as ranks of a job, for tests."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
 
-HEAD = """
+HEAD = f"""
 import os, sys, time
 import numpy as np
 import crossmesh as cm
+sys.path.append({os.path.dirname(os.path.abspath(__file__))!r})
+from ranks import allowed, leave
 rank = int(os.environ["RANK"])
 """
+
+
+def leave(failed=False):
+    """Ends a process of a gloo group once all are through. Without the interpreter's own way out: gloo's threads are still there
+    then, and now and then one such process is aborted (SIGABRT, after everything was right).
+    """
+    import torch.distributed as dist
+
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(bool(failed)))
 
 
 def allowed(seconds):
@@ -27,7 +42,7 @@ def free_port():
 
 
 class Ranks:
-    """Starts a script as ranks; they are ended with the block, however it ends."""
+    """Starts a script as ranks; they are ended with the block, however it ends, and so are processes of theirs: Megatron keeps one that writes."""
 
     def __init__(self, count, script, **env):
         port, script = free_port(), HEAD + textwrap.dedent(script)
@@ -38,14 +53,17 @@ class Ranks:
         for rank in range(count):
             mine = os.environ | {k: str(v) for k, v in (said | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            self.processes.append(subprocess.Popen([sys.executable, "-c", script], env=mine, **pipes))
+            self.processes.append(subprocess.Popen([sys.executable, "-c", script], env=mine, start_new_session=True, **pipes))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         for process in self.processes:
-            process.kill()
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # nobody of the group is left
             process.communicate()
 
     def line(self, rank):

@@ -1,16 +1,26 @@
-"""Adapters, driven through the factories and base classes of the frameworks they are for: two trainers, two workers, bit for bit.
+"""Adapters, driven through the factories, base classes and callers of the frameworks they are for: two trainers, two workers, bit for bit.
 
-CI has none of the frameworks; by hand: ``pip install --no-deps verl==0.9.1`` and what it imports, a checkout of NeMo-RL on the path, and
-``pip install trl==1.16.0``. The tests of what they share run everywhere.
+CI unpacks TRL without its dependencies (``frameworks.txt``), and has a stand-in for NeMo-RL's base class (``nemo_rl_standin.py``). By hand: ``pip install
+--no-deps verl==0.9.1`` and what it imports, and a checkout of NeMo-RL on the path. The tests of what they share run everywhere.
 """
 
 import asyncio
+import collections
+import importlib
 import inspect
+import json
+import types
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from urllib.parse import urlsplit
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+import nemo_rl_standin
+import trl_parts
 
 import crossmesh as cm
 from crossmesh.integrations.whole import Receiver, Sender, batches, meeting_place
@@ -91,12 +101,16 @@ async def collected(batches):
     return got
 
 
-def test_nemo_rl():
-    base = pytest.importorskip("nemo_rl.utils.checkpoint_engines.base", reason="NeMo-RL is not on the path: its engine was not tested")
+def test_nemo_rl(monkeypatch):
+    """As NeMo-RL's workers do: what `prepare` says comes back to all of them, with the rank that said it."""
+    try:
+        base = importlib.import_module(nemo_rl_standin.NAME)
+    except ImportError:
+        base = nemo_rl_standin.stand_in(monkeypatch)
     backend = "crossmesh.integrations.nemo_rl:CheckpointEngine"
     options = dict(bucket_size_bytes=64, engine_kwargs={"release_after_refit": False, "patience_s": 30})
     engines = [base.create_checkpoint_engine(backend, **options) for _ in range(4)]
-    metadata = [engine.prepare() for engine in engines]
+    metadata = [{**engine.prepare(), "rank": rank} for rank, engine in enumerate(engines)]
     sizes = dict(train_world_size=2, rollout_world_size=2, metadata=metadata)
     for rank in range(2):
         engines[rank].init_policy_process_group(worker_rank=rank, **sizes)
@@ -112,8 +126,6 @@ def test_nemo_rl():
 
 def test_verl():
     base = pytest.importorskip("verl.checkpoint_engine.base", reason="verl is not installed: its engine was not tested")
-    import importlib
-
     importlib.import_module("crossmesh.integrations.verl")  # as `custom_backend_module` does
     registry = base.CheckpointEngineRegistry
     engines = [registry.new("crossmesh", bucket_size=64, patience_s=30) for _ in range(4)]
@@ -140,53 +152,93 @@ def test_verl():
         engine._close()
 
 
-class Server:
-    """TRL's client of a vLLM server, and a server of one worker behind it."""
+class Server(ThreadingHTTPServer):
+    """What TRL's client asks of vLLM's server, with one worker behind it: ours."""
 
     def __init__(self):
         self.calls, self.got, self._worker = [], {}, None
+        super().__init__(("127.0.0.1", 0), Request)
+        Thread(target=self.serve_forever, daemon=True).start()
 
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: self.calls.append(name)
+    def does(self, path, given):
+        self.calls.append(path)
+        if path == "get_world_size":
+            return {"world_size": 1}
+        if path == "init_weight_transfer_engine":
+            self._worker = Receiver(given["init_info"]["address"], rank=0, size=given["init_info"]["workers"])
+        if path == "update_weights":
+            self.got = {name: value.clone() for name, value in self._worker.receive(30)}
+            self._worker.done()
+        return {}
 
-    def get_world_size(self):
-        return 1
-
-    def init_weight_transfer_engine(self, info, timeout=0):
-        self.calls.append("init_weight_transfer_engine")
-        self._worker = Receiver(info["address"], rank=0, size=info["workers"])
-
-    def update_weights(self, info, timeout=0):
-        self.got = {name: value.clone() for name, value in self._worker.receive(30)}
-        self._worker.done()
-        self.calls.append(info["version"])
+    def close(self):
+        self._worker.close()
+        self.shutdown()
+        self.server_close()
 
 
+class Request(BaseHTTPRequestHandler):
+    def do_GET(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        given = json.loads(self.rfile.read(length) or "null")
+        said = json.dumps(self.server.does(urlsplit(self.path).path.strip("/"), given)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+class Model(torch.nn.Module):
+    """What TRL trains: a version of the weights, and one that is frozen, which TRL does not send."""
+
+    def __init__(self):
+        super().__init__()
+        for name, value in weights(1):
+            self.register_parameter(name, torch.nn.Parameter(value))
+        self.register_parameter("frozen", torch.nn.Parameter(torch.zeros(3), requires_grad=False))
+
+    def becomes(self, version):
+        with torch.no_grad():
+            for name, value in weights(version):
+                self.get_parameter(name).copy_(value)
+
+
+@pytest.mark.skipif(trl_parts.folder() is None, reason="TRL is not unpacked: its trainer's calls were not made")
 def test_trl(monkeypatch):
+    """TRL's own client, and its trainer's own way through a sync: begin, pause, stream every parameter, resume."""
     monkeypatch.setenv("CROSSMESH_SECRET", "a secret for a server of TRL")
     from crossmesh.integrations.trl import WeightTransfer
 
-    server = Server()
-    transfer = WeightTransfer(server, meeting_place(None)["address"], patience_s=30)
-    transfer.init_weight_transfer()
-    for version in (1, 2):
-        transfer.pause()
-        transfer.send_weights(weights(version))
-        transfer.resume()
-        is_version(version, server.got)
-    transfer.destroy()
-    update = ["start_weight_update", 0, "finish_weight_update"]
-    one, two = [update[:1] + [version] + update[2:] for version in (1, 2)]
-    begins = ["wait_for_server_ready", "pause", "init_weight_transfer_engine"]
-    assert server.calls == begins + one + ["resume", "pause"] + two + ["resume"], server.calls
-    server._worker.close()
-
-
-def test_trl_calls_what_we_have():
-    trainer = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer", reason="TRL is not installed: its protocol was not read")
-    from crossmesh.integrations.trl import WeightTransfer
-
-    for name, theirs in vars(trainer.WeightTransferProtocol).items():
+    trl, server, model = trl_parts.parts(), Server(), Model()
+    for name, theirs in vars(trl.WeightTransferProtocol).items():
         if not name.startswith("_") and inspect.isfunction(theirs):
             ours = inspect.signature(getattr(WeightTransfer, name))
             assert list(ours.parameters) == list(inspect.signature(theirs).parameters), name
+
+    class Trainer(trl.AsyncGRPOTrainer):
+        """Of its state, what a sync uses."""
+
+        accelerator = types.SimpleNamespace(
+            is_main_process=True, device=torch.device("cpu"), unwrap_model=lambda model: model, wait_for_everyone=lambda: None
+        )
+        weight_transfer = WeightTransfer(trl.VLLMClient(f"http://127.0.0.1:{server.server_port}"), meeting_place(None)["address"], patience_s=30)
+        rollout_worker, _lora_sync, model_version = None, False, 0
+        _metrics = {"train": collections.defaultdict(list)}
+
+    trainer = Trainer()
+    trainer.model = model
+    begins = trl._TrainBeginCallback(trainer)
+    for version in (1, 2):
+        model.becomes(version)
+        begins.on_train_begin(None, None, None) if version == 1 else trainer._sync_weight()
+        is_version(version, server.got)
+        assert trainer.model_version == version
+    trainer.weight_transfer.destroy()
+    update = ["start_weight_update", "update_weights", "finish_weight_update", "resume"]
+    assert server.calls == ["health", "get_world_size", "pause", "init_weight_transfer_engine", *update, "pause", *update]
+    server.close()

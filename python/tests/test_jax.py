@@ -23,22 +23,64 @@ def random_spec(rng, axes, dims):
     return PartitionSpec(*entries)
 
 
-def test_500_random_shardings_have_jaxs_boxes():
-    rng = random.Random(2)
+def random_sharding(rng, devices):
+    """A sharding and a shape, which its axes divide more often than not."""
+    sizes = rng.choice([(2,), (3,), (4,), (2, 2), (2, 3), (3, 4), (2, 2, 3), (1, 4)])
+    chosen = np.array(rng.sample(devices, int(np.prod(sizes)))).reshape(sizes)
+    names, dims = tuple(f"a{i}" for i in range(len(sizes))), rng.randint(1, 3)
+    shape = tuple(12 * rng.randint(1, 3) if rng.random() < 0.5 else rng.randint(0, 30) for _ in range(dims))
+    return NamedSharding(Mesh(chosen, names), random_spec(rng, names, dims)), shape
+
+
+def test_500_random_shardings_have_jaxs_boxes_and_go_back():
+    """JAX has no uneven shards: it refuses the shape, and we refuse to say such a layout in its words."""
+    rng, uneven, compared = random.Random(2), 0, 0
     devices = jax.devices("cpu")
-    for _ in range(500):
-        sizes = rng.choice([(2,), (3,), (4,), (2, 2), (2, 3), (3, 4), (2, 2, 3), (1, 4)])
-        total = int(np.prod(sizes))
-        chosen = np.array(rng.sample(devices, total)).reshape(sizes)
-        names = tuple(f"a{i}" for i in range(len(sizes)))
-        dims = rng.randint(1, 3)
-        sharding = NamedSharding(Mesh(chosen, names), random_spec(rng, names, dims))
-        shape = tuple(12 * rng.randint(1, 3) for _ in range(dims))
+    while compared < 500:
+        sharding, shape = random_sharding(rng, devices)
         layout = cm.jax.layout(np.dtype("float32"), shape, sharding, "J")
-        for device, index in sharding.devices_indices_map(shape).items():
+        assert layout.ranks == [d.id for d in sharding.mesh.devices.flat] and cm.Layout.parse(str(layout)) == layout
+        try:
+            boxes = sharding.devices_indices_map(shape)
+        except ValueError:
+            uneven += 1
+            with pytest.raises(cm.LayoutError, match="JAX has no uneven shards"):
+                cm.jax.sharding(layout)
+            continue
+        compared += 1
+        for device, index in boxes.items():
             box = [s.indices(n)[:2] for s, n in zip(index, shape)]
-            assert layout.boxes(device.id) == [box], f"{layout} on {device}"
-        assert layout.ranks == [d.id for d in chosen.flat] and cm.Layout.parse(str(layout)) == layout
+            assert layout.boxes(device.id) == ([box] if all(a < b for a, b in box) else []), f"{layout} on {device}"
+        back = cm.jax.sharding(layout)
+        assert back.mesh == sharding.mesh and back.is_equivalent_to(sharding, len(shape)), (back, sharding)
+        assert cm.jax.layout(np.dtype("float32"), shape, back, "J") == layout
+    assert 40 < uneven < 300, uneven
+
+
+def test_layouts_go_to_a_mesh_that_is_there():
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("x", "d"))
+    layout = cm.Layout.parse("f32[8,4]@A{x:2,d:2}=0-3(_,d+x)")
+    assert cm.jax.sharding(layout, mesh) == NamedSharding(mesh, PartitionSpec(None, ("d", "x")))
+    assert cm.jax.sharding(cm.Layout.parse("f32[8,4]@A{x:2,d:2}=8-11(_,d+x)"), mesh, rank_offset=8).mesh == mesh
+    with pytest.raises(cm.LayoutError, match="is not the mesh of"):
+        cm.jax.sharding(cm.Layout.parse("f32[8,4]@A{x:2,d:2}=0,2,1,3(_,d)"), mesh)
+    with pytest.raises(cm.LayoutError, match="JAX has no device 99"):
+        cm.jax.sharding(cm.Layout.parse("f32[8]@A{x:1}=99(_)"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("f32[6,4]@A{tp:2}(tp of 4+2,_)", "fused parts have no counterpart"),
+        ("f32[8]@A{tp:2}(tp[0,3,8])", "cuts that are not torch.chunk's"),
+        ("f32[8]@A{tp:2}{0: [0:4]; 1: [4:8]}", "listed boxes"),
+        ("f32[8]@A{tp:2}(_ | max tp)", "combine by max have no counterpart"),
+        ("f32[9,4]@A{tp:2}(tp,_)", "dim 0 is 9 long and split into 2 parts"),
+    ],
+)
+def test_what_jax_cannot_say_is_named(text, says):
+    with pytest.raises(cm.LayoutError, match=says):
+        cm.jax.spec(cm.Layout.parse(text))
 
 
 def test_unreduced_axes_are_partial_sums():
@@ -47,6 +89,8 @@ def test_unreduced_axes_are_partial_sums():
     spec = PartitionSpec("x", unreduced={"d"})
     layout = cm.jax.layout("bfloat16", (8, 4), NamedSharding(mesh, spec))
     assert str(layout) == "bf16[8,4]@A{x:2,d:2}=0-3(x,_ | sum d)"
+    assert cm.jax.sharding(layout, mesh) == NamedSharding(mesh, PartitionSpec("x", None, unreduced={"d"}))
+    assert cm.jax.layout("bfloat16", (8, 4), cm.jax.sharding(layout)) == layout
 
 
 def test_other_shardings_are_refused_by_name():

@@ -40,6 +40,20 @@ job.close()
     assert said == ["[]", "['w']", "['w']"]
 
 
+def test_what_passes_is_protected_where_it_is_asked_for():
+    script = "cm.init(arrive_s=20).close()"
+    run(2, script, CROSSMESH_PROTECT="encrypt", CROSSMESH_HOST="h")
+    odd = "os.environ['CROSSMESH_PROTECT'] = 'sign' if rank else 'none'\n"
+    how = "cm.init(protect='sign' if rank else None, arrive_s=20)"
+    for script in (odd + "cm.init(arrive_s=20)", how):
+        with Ranks(2, script) as ranks:
+            code, _, error = ranks.processes[1].wait(30), None, ranks.processes[1].stderr.read()
+        assert code == 1 and "the other side has --protect none, this one sign" in error, error
+    with Ranks(1, "cm.init(protect='aes')") as ranks:
+        (code, _, error), = ranks.ends()
+    assert code == 1 and "`aes` is no way to protect a connection" in error, error
+
+
 def test_fused_boxes_lie_beside_each_other_in_any_dim():
     run(2, """
 plan = cm.plan({"w": ("f32[4,6]@A{tp:2}=0-1(tp,_)", "f32[4,6]@B{tp:2}=0-1(_,tp of 4+2)")})
@@ -93,38 +107,80 @@ with cm.init() as job:
 """)
 
 
-def test_no_copies():
-    """256 MiB in and out: over a socket from foreign memory, and inside the host from ours."""
-    said = run(2, """
-import ctypes
+PEAK = """
+import threading
 MIB = 1 << 20
-def unshared():
-    ctypes.CDLL(None).malloc_trim(0)
-    rollup = dict(line.split(":") for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])
-    return int(rollup["Private_Dirty"].split()[0]) / 1024
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key + ":")) / 1024
+class Peak:
+    # The most memory that this process had inside the block, beyond what it had at its start, in MiB: `resident` with what it maps of
+    # others', by the system's own mark, which is set back first; `private` by looking every millisecond.
+    def __enter__(self):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        self.resident, self.private, self.over = -status("VmRSS"), 0, threading.Event()
+        self.looks = threading.Thread(target=self.look)
+        self.looks.start()
+        return self
+    def look(self):
+        before = status("RssAnon")
+        while not self.over.wait(0.001):
+            self.private = max(self.private, status("RssAnon") - before)
+    def __exit__(self, *_):
+        self.over.set()
+        self.looks.join()
+        self.resident += status("VmHWM")
+"""
+
+
+def test_no_copies():
+    """256 MiB in and out: over a socket from foreign memory, with gaps or without, and inside the host from ours. What is there for a
+    moment only counts, too: a copy that is made and dropped is seen (the first block makes one).
+    """
+    pytest.importorskip("torch", reason="torch is not installed: its tensors were not moved")
+    said = run(2, PEAK + """
+import torch
+shape, bytes_of = (4096, 65536), 256 * MIB
 job = cm.init()
-plan = cm.plan({"w": ("u8[268435456]@A{d:1}=0(_)", "u8[268435456]@B{d:1}=1(_)")})
-for ours in (False, True):
-    if ours:
-        mine, out = plan.empty(rank, "src"), plan.empty(rank)
-    else:
-        mine = {"w": np.empty(256 * MIB, np.uint8)} if rank == 0 else {}
-        out = {"w": np.empty(256 * MIB, np.uint8)} if rank == 1 else {}
-    pointer = lambda a: np.asarray(a).__array_interface__["data"][0]
-    for value in [*mine.values(), *out.values()]:
-        np.asarray(value)[:] = np.arange(256 * MIB, dtype=np.uint32).astype(np.uint8) if rank == 0 else 0
-    before, pointers = unshared(), [pointer(a) for a in [*mine.values(), *out.values()]]
-    job.run(plan, mine, out)
-    after = unshared()
-    assert [pointer(a) for a in [*mine.values(), *out.values()]] == pointers
-    for value in out.values():
-        assert np.asarray(value)[12345] == 12345 % 256 and np.asarray(value)[-1] == 255
-    print(round(after - before, 1))
-    del mine, out, value
+plan = cm.plan({"w": ("u8[4096,65536]@A{d:1}=0(_,_)", "u8[4096,65536]@B{d:1}=1(_,_)")})
+def of_torch():
+    return torch.ones(shape, dtype=torch.uint8)
+def with_gaps():
+    return np.ones((shape[0], shape[1] + 512), np.uint8)[:, 256:-256]
+def of_numpy():
+    return np.ones(shape, np.uint8)
+kinds = {"numpy": of_numpy, "torch": of_torch, "gaps": with_gaps, "ours": None}
+for kind, make in kinds.items():
+    mine, out = plan.empty(rank, "src"), plan.empty(rank)
+    if make:
+        mine, out = {name: make() for name in mine}, {name: make() for name in out}
+    (value,) = [*mine.values(), *out.values()]
+    array = np.asarray(value)
+    array[:] = np.arange(shape[1]).astype(np.uint8) if rank == 0 else 0
+    if kind == "numpy":
+        # Who looks may be kept from looking now and then, not each time.
+        seen = []
+        while not any(private > 128 for _, private in seen) and len(seen) < 10:
+            with Peak() as peak:
+                array.copy()
+            seen.append((peak.resident, peak.private))
+        # The system counts pages in batches: what is resident is known to some MiB.
+        assert all(resident > 200 for resident, _ in seen) and max(seen, key=lambda both: both[1])[1] > 128, seen
+    pointer = lambda: np.asarray(value).__array_interface__["data"][0]
+    at = pointer()
+    with Peak() as peak:
+        job.run(plan, mine, out)
+    assert pointer() == at
+    assert (array[17] == np.arange(shape[1]).astype(np.uint8)).all() and array[-1, -1] == 255
+    # Of ours, the receiver maps what the sender has: those are no further pages.
+    mapped = 256 if kind == "ours" and rank == 1 else 0
+    print(kind, round(peak.resident - mapped, 1), round(peak.private, 1))
+    del mine, out, value, array
 job.close()
-""", timeout=60)
-    grown = [float(text) for out in said for text in out.split()]
-    assert len(grown) == 4 and max(grown) <= 16, grown
+""", timeout=120)
+    grown = [line.split() for out in said for line in out.splitlines()]
+    assert len(grown) == 8 and max(float(n) for _, *both in grown for n in both) <= 16, grown
 
 
 def test_arrays_that_do_not_fit_are_refused(tmp_path):
@@ -191,14 +247,14 @@ try:
     job.start(wide, mine)
 except cm.JobError as error:
     assert "for 4 ranks, the job has 2" in str(error)
-assert time.monotonic() - start < 2
+assert time.monotonic() - start < allowed(2)
 out = job.run(plan("f32[8]@B{y:2}=0-1(_)"), mine)
 assert np.array_equal(out[""], np.zeros(8))
 job.close()
 """)
 
 
-def test_handles_are_waited_for_once_here_and_in_time():
+def test_handles_are_waited_for_once_here_and_in_time(tmp_path):
     run(2, """
 import gc
 job = cm.init()
@@ -216,14 +272,15 @@ def raises(call, kind, words):
         assert words in str(error), error
     else:
         raise AssertionError(words)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < allowed(2)
 if rank == 1:
     handle = job.start(plan, mine)
     raises(lambda: handle.wait(timeout_s=0.2), TimeoutError, "goes on after 0.2 s")
-    print("waits", flush=True)
+    open(os.environ["MARK"], "w").close()
     report = handle.wait()
 else:
-    time.sleep(0.5)
+    while not os.path.exists(os.environ["MARK"]):
+        time.sleep(0.02)
     handle = job.start(plan, mine)
     del mine
     gc.collect()
@@ -244,10 +301,12 @@ handle = job.start(plan, {"": np.ones(8, np.float32)} if rank == 0 else {})
 handle.wait()
 job.close()
 raises(lambda: job.start(plan, {}), cm.HandleError, "closed")
-""")
+""", MARK=tmp_path / "waited")
 
 
 LONG = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
 plan = cm.plan({"w": ("f32[8]@A{x:1}=0(_)", "f32[8]@B{y:1}=1(_)")})
 job = cm.init()
 print("here", flush=True)
@@ -262,16 +321,12 @@ TOLD = """
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "interrupt", "exit"])
+@pytest.mark.parametrize("how", ["kill", "interrupt"])
 def test_a_rank_that_goes_is_named_by_the_others_in_time(how):
     """Rank 0 never sends what ranks 1 and 2 wait for, or agree on."""
     script = LONG + f"""
 if rank == 0:
     sys.stdin.readline()
-    if {how!r} == "exit":
-        handle = job.start(plan, {{"w": np.ones(8, np.float32)}})
-        print("exits", flush=True)
-        sys.exit(0)
     if {how!r} == "interrupt":
         other = cm.plan({{"w": ("f32[8]@A{{x:1}}=1(_)", "f32[8]@B{{y:1}}=0(_)")}}, cluster=cm.Cluster(1, 2))
         handle = job.start(other, {{}})
@@ -292,7 +347,7 @@ else:
         if how != "kill":
             ranks.processes[0].stdin.write("\n")
             ranks.processes[0].stdin.flush()
-            assert ranks.line(0) in ("exits", "waits")
+            assert ranks.line(0) == "waits"
         else:
             time.sleep(0.3)
         start = time.monotonic()
@@ -306,10 +361,6 @@ else:
                 process.stdin.write("\n")
                 process.stdin.flush()
         ends = ranks.ends()
-    if how == "exit":
-        # It had nothing to wait for: the transfer may have come to its end before.
-        assert ends[0][0] == 0, ends
-        return
     # By their own clocks, which are one: how long Python takes to end says nothing.
     said = [out.split() for _, out, _ in ends[1:]]
     assert [code for code, *_ in ends[1:]] == [3, 3] and [words[0] for words in said] == ["0", "0"], ends
@@ -318,3 +369,46 @@ else:
         assert ends[0][0] == 5 and ends[0][1].split()[0] == "interrupted", ends
         heard = [float(ends[0][1].split()[1]) - start]
     assert max(heard) < allowed(2), heard
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_exits_with_a_transfer_in_flight(who):
+    """It ends well and in time; whoever waits hears who left and how, and so does a rank that comes to the transfer later."""
+    script = f"""
+# Rank 2 has to send, too: as long as it does not start the plan, it is under way on both others.
+plan = cm.plan({{"w": ("f32[8]@A{{x:1}}=0(_)", "f32[8]@B{{y:2}}=1-2(y)"), "v": ("f32[8]@C{{x:1}}=2(_)", "f32[8]@D{{y:2}}=0-1(_)")}})
+mine = {{0: {{"w": np.ones(8, np.float32)}}, 2: {{"v": np.ones(8, np.float32)}}}}.get(rank, {{}})
+job = cm.init()
+job.run(plan, mine)  # now all know it, and a start is a start
+if rank == 2:
+    print("waits", flush=True)
+    sys.stdin.readline()
+out = plan.empty(rank)
+try:
+    handle = job.start(plan, mine, out)
+    if rank == {who}:
+        while rank == 1 and not out["w"].numpy().any():
+            time.sleep(0.001)  # until some of it is here
+        assert not handle.test()
+        print(time.monotonic(), flush=True)
+        sys.exit(0)
+    print("waits", flush=True)
+    handle.wait()
+except cm.CommError as error:
+    print(error.culprit, time.monotonic(), "it left with a transfer under way" in str(error), flush=True)
+"""
+    with Ranks(3, script) as ranks:
+        assert [ranks.line(rank) for rank in (1 - who, 2)] == ["waits"] * 2
+        left = float(ranks.line(who))
+        assert ranks.processes[who].wait(30) == 0
+        took = [time.monotonic() - left]
+        ranks.processes[2].stdin.write("\n")
+        ranks.processes[2].stdin.flush()
+        started = time.monotonic()
+        ends = ranks.ends()
+    for rank, since in ((1 - who, left), (2, started)):
+        code, out, err = ends[rank]
+        culprit, at, words = out.split()[-3:]
+        assert (code, culprit, words) == (0, str(who), "True"), (rank, out, err)
+        took.append(float(at) - since)
+    assert max(took) < allowed(2), took

@@ -44,14 +44,14 @@ if rank == 0:
         (np.zeros(8, np.int32), ["dtype f32 is expected, i32 was given", "hint: cast it"]),
         (OnGpu(), ["memory of the host is expected, device 2 of DLPack was given", "hint: bring it to the host"]),
     ):
-        assert raises(cm.ArrayError, words, lambda: job.start(plan, {"w": value})) < 2
+        assert raises(cm.ArrayError, words, lambda: job.start(plan, {"w": value})) < allowed(2)
     raises(cm.ArrayError, ["rank 0, source: missing", "hint"], lambda: job.start(plan, {}))
 else:
     frozen = np.zeros(8, np.float32)
     frozen.flags.writeable = False
     for value in (frozen, Immutable()):
         words = ["tensor `w` of rank 1, out: it is read-only", "hint: give one that can be written to"]
-        assert raises(cm.ArrayError, words, lambda: job.start(plan, {}, {"w": value})) < 2
+        assert raises(cm.ArrayError, words, lambda: job.start(plan, {}, {"w": value})) < allowed(2)
 out = job.run(plan, {"w": np.arange(8, dtype=np.float32)} if rank == 0 else {})
 assert rank == 0 or np.array_equal(out["w"], np.arange(8))
 job.close()
@@ -107,7 +107,7 @@ raises(cm.JobError, ["for 8 ranks, the job has 2", "nothing was moved", "hint"],
 other = cm.plan({"w": ("f32[8]@A{x:1}=0(_)", "f32[8]@B{y:2}=0-1(y)")})
 one = {"w": np.zeros(8, np.float32)} if rank == 0 else {}
 took = raises(cm.JobError, ["r0 has plan", "r1 has plan", "nothing was moved"], lambda: job.run(plan if rank == 0 else other, one))
-assert took < 10, took
+assert took < allowed(2), took
 job.run(plan, one)
 job.close()
 """)
@@ -121,14 +121,17 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dsts = ["f32[8]@B{y:1}=1(_)", "f32[8]@B{y:2}=0-1(y)"]
 plan = cm.plan({"w": ("f32[8]@A{x:1}=0(_)", dsts[rank])})
+dist.barrier()
+start = time.monotonic()
 try:
     cm.torch.reshard(plan, {"w": torch.zeros(8)} if rank == 0 else {})
 except cm.JobError as error:
     assert "rank 0 has plan" in str(error) and "nothing was moved" in str(error), error
 else:
     raise AssertionError
-dist.barrier()
-os._exit(0)
+took = time.monotonic() - start
+assert took < allowed(2), took
+leave()
 """, timeout=60)
 
 
@@ -150,37 +153,52 @@ if rank == 1:
     # Rank 0 does not start it: it is under way for ever.
     late = job.start(plan, {})
     job.close()
-    assert raises(cm.HandleError, ["closed with this transfer under way"], late.wait) < 2
+    assert raises(cm.HandleError, ["closed with this transfer under way"], late.wait) < allowed(2)
     raises(cm.HandleError, ["the job is closed"], lambda: job.start(plan, {}))
 """)
 
 
 def test_a_peer_that_stalls_is_named():
-    """Stopped, not dead: nothing moves for a second."""
+    """Stopped, not dead, between two runs of a plan: nothing of the second moves for a second. Rank and tensor."""
     script = PLAN + """
 job = cm.init(deadline_s=1.0)
+mine = {"w": np.ones(8, np.float32)} if rank == 0 else {}
+job.run(plan, mine)
 print("here", flush=True)
 sys.stdin.readline()
-if rank == 0:
-    time.sleep(60)
-job.run(plan, {})
-"""
-    script = script.replace("job.run(plan, {})\n", """
 try:
-    job.run(plan, {})
+    job.run(plan, mine)
 except cm.CommError as error:
-    print(error.culprit, isinstance(error.tensor, (str, type(None))), time.monotonic(), flush=True)
-""")
+    print(error.culprit, error.tensor, time.monotonic(), flush=True)
+"""
     with Ranks(2, script) as ranks:
         assert [ranks.line(rank) for rank in range(2)] == ["here", "here"]
         ranks.processes[0].send_signal(signal.SIGSTOP)
         ranks.processes[1].stdin.write("\n")
         ranks.processes[1].stdin.flush()
         start = time.monotonic()
-        culprit, has_tensor, at = ranks.line(1).split()
+        culprit, tensor, at = ranks.line(1).split()
         ranks.processes[0].send_signal(signal.SIGCONT)
-    assert (culprit, has_tensor) == ("0", "True")
+    assert (culprit, tensor) == ("0", "w")
     assert float(at) - start < 1.0 + allowed(2), float(at) - start
+
+
+def test_parts_of_a_sum_are_not_published():
+    """The shard of one rank is an addend, not the value."""
+    pytest.importorskip("torch")
+    run(1, PLAN + f"""
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+dist.init_process_group("gloo")
+parts = DTensor.from_local(torch.ones(4, 2), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), [Partial()])
+laid = (np.ones(4, np.float32), cm.Layout.parse("f32[4]@A{{tp:1}}=0(_ | max tp)"))
+publisher = cm.sync.Publisher("127.0.0.1:{free_port()}", rank=0, size=1)
+for tensors, word in (({{"w": torch.ones(2), "grad": parts}}, "parts of a sum over dp"), ({{"grad": laid}}, "parts of a max over tp")):
+    raises(cm.sync.SyncError, ["`grad`: its shards are " + word, "hint"], lambda: publisher.offer(tensors))
+publisher.offer({{"grad": parts.redistribute(placements=[Replicate()])}})
+os._exit(0)
+""", timeout=60)
 
 
 def test_publishing_while_a_version_is_under_way_waits_its_turn():

@@ -39,6 +39,31 @@ def test_one_rank_at_a_time():
         plan.for_rank(4)
 
 
+def test_a_plan_is_simulated_on_other_clusters(tmp_path):
+    plan = cm.plan(("f32[4096,4096]@A{tp:2}(tp,_)", "f32[4096,4096]@B{tp:2}(_,tp)"), cluster=cm.Cluster(2, 2, nic="10Gbit"))
+    own = plan.simulate()
+    assert own.predicted_s == plan.predicted_s and own.lower_bound_s == plan.lower_bound_s and own.gap == plan.gap
+    faster = plan.simulate(nic="20Gbit")
+    assert faster.predicted_s == pytest.approx(own.predicted_s / 2, rel=1e-3)
+    path = tmp_path / "cluster.toml"
+    path.write_text(str(cm.Cluster(4, 1, nic="20Gbit")))
+    elsewhere = plan.simulate(path)
+    assert elsewhere.predicted_s == plan.simulate(cm.Cluster(4, 1, nic="20Gbit")).predicted_s < faster.predicted_s
+    # What the command says, of the same plan.
+    document = tmp_path / "plan.json"
+    document.write_text(plan.to_json())
+    command = [sys.executable, "-m", "crossmesh", "simulate", str(document), "--cluster", str(path)]
+    said = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+    assert str(elsewhere) == said and "predicted" in said
+    doc = json.loads(elsewhere.to_json())
+    assert doc["schema"] == "crossmesh.simulation/1" and doc["predicted_s"] == elsewhere.predicted_s
+    assert json.loads(elsewhere.trace())["traceEvents"]
+    with pytest.raises(cm.PlanError, match="the plan uses ranks up to 3, the cluster has 2 devices"):
+        plan.simulate(cm.Cluster(1, 2))
+    with pytest.raises(cm.PlanError, match="fast"):
+        plan.simulate(nic="fast")
+
+
 def test_shapes_of_shards():
     mesh = cm.Mesh("I", tp=2, ranks=[4, 5])
     fused = cm.Layout("bf16", (12, 4), mesh, ("tp of 8+2+2", None))
@@ -48,6 +73,17 @@ def test_shapes_of_shards():
         fused.shard_shape(0)
     uneven = cm.Layout.parse("f32[2]@A{tp:4}(tp)")
     assert [uneven.shard_shape(rank) for rank in range(4)] == [[1], [1], [0], [0]]
+    # Beside each other along the dim that is fused, whichever that is; an empty shard has the other dims still.
+    experts = cm.Layout.parse("bf16[2,6,3]@I{ep:1,tp:2}(ep,tp of 4+2,_)")
+    assert experts.shard_shape(1) == [2, 3, 3] and experts.local_boxes(1) == [[(0, 2), (0, 2), (0, 3)], [(0, 2), (2, 3), (0, 3)]]
+    few = cm.Layout.parse("f32[4,2]@A{tp:3}(_,tp)")
+    assert few.shard_shape(2) == [4, 0] and few.local_boxes(2) == []
+    # Boxes with places of their own are no array, and what is made for them is a row.
+    for placed in ("[0:4, 0:2] by 1,4", "[0:4, 0:2] at 1", "[0:4, 0:1] [0:2, 1:2]"):
+        plan = cm.plan(("f32[4,2]@A{x:1}=0(_,_)", f"f32[4,2]@B{{x:1}}=0{{0: {placed}}}"))
+        with pytest.raises(cm.LayoutError, match="one row of `shard_elements`"):
+            plan.tensors[0][2].shard_shape(0)
+        assert plan.empty(0)[""].shape == [plan.tensors[0][2].shard_elements(0)]
 
 
 @pytest.mark.parametrize(
@@ -69,3 +105,19 @@ def test_mistakes_are_named(make, error, says):
 def test_importing_needs_neither_torch_nor_jax():
     code = "import sys, crossmesh; assert 'torch' not in sys.modules and 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "options", "number"),
+    [
+        (("f32[8]@A{x:2}=0-1(x)", "f32[8]@B{y:2}=1,0(y)"), {}, 1973353815528484730),
+        (
+            {"w": ("bf16[6,4]@A{d:2,t:2}(d,_ | sum t)", "bf16[6,4]@B{r:3}(r,_)"), "é": ("u8[]@A{d:2,t:2}()", "u8[]@B{r:3}()")},
+            {"devices_per_host": 2},
+            4646022213097645352,
+        ),
+    ],
+)
+def test_a_fingerprint_is_the_same_number_on_every_machine(pairs, options, number):
+    """Written down: ranks of different machines and builds compare theirs."""
+    assert cm.plan(pairs, **options).fingerprint == number

@@ -1,4 +1,7 @@
-"""Plans on torch's operations cannot get stuck: every send waits for its receive here, which is the worst that a transport may do."""
+"""Plans on torch's operations cannot get stuck: every send waits for its receive here, which is the worst that a transport may do.
+
+Two wires: by tags, as gloo; and by order alone, as NCCL, where in addition all that two ranks have for each other goes through one stream, one after the other.
+"""
 
 import random
 import re
@@ -62,6 +65,31 @@ class Wire:
         return Work(self, ends)
 
 
+class InOrder(Wire):
+    """As NCCL: no tags, and of what two ranks have posted for each other each has one row. The first of one row goes to the first of the other, or nothing goes."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.rows = {}
+
+    def _post(self, key, side, data):
+        src, dst, _ = key
+        here, there = (src, dst) if side == "send" else (dst, src)
+        assert data.is_contiguous()
+        ends = {}
+        with self.lock:
+            self.rows.setdefault((here, there), []).append((side, data, ends))
+            one, other = self.rows[here, there], self.rows.setdefault((there, here), [])
+            while one and other:
+                (side, mine, ends_here), (its_side, its, ends_there) = one.pop(0), other.pop(0)
+                assert side != its_side, f"ranks {here} and {there} both {side} next: neither would go on"
+                assert mine.nbytes == its.nbytes, f"ranks {here} and {there}: {mine.nbytes} B meet {its.nbytes} B"
+                (its.copy_(mine) if side == "send" else mine.copy_(its))
+                ends_here["over"] = ends_there["over"] = True
+            self.lock.notify_all()
+        return Work(self, ends)
+
+
 class Work:
     def __init__(self, wire, ends):
         self.wire, self.ends = wire, ends
@@ -80,9 +108,10 @@ def cut(layout, rank, value):
     return value[tuple(slice(a, b) for a, b in box)].contiguous()
 
 
-def run(monkeypatch, plan, value, piece_bytes):
+def run(monkeypatch, plan, value, piece_bytes, kind=Wire):
     (name, src, dst) = plan.tensors[0]
-    wire, wrong = Wire(plan.num_ranks), []
+    wire, wrong = kind(plan.num_ranks), []
+    monkeypatch.setattr(crossmesh.torch, "_matches_by_order", lambda _: kind is InOrder)
     monkeypatch.setattr(crossmesh.torch, "dist", wire)
     monkeypatch.setattr(crossmesh.torch, "PIECE_BYTES", piece_bytes)
 
@@ -104,7 +133,11 @@ def run(monkeypatch, plan, value, piece_bytes):
     assert not wrong and not any(thread.is_alive() for thread in threads), (str(src), str(dst), wrong[:3])
 
 
-def test_the_papers_cases_go_through_in_pieces(monkeypatch):
+WIRES = pytest.mark.parametrize("kind", [Wire, InOrder])
+
+
+@WIRES
+def test_the_papers_cases_go_through(monkeypatch, kind):
     for case in tomllib.loads(SUITE.read_text())["case"]:
         shape = [24, 16, 4] if case["name"].startswith("n-to-m") else [1536]
         small = lambda text: re.sub(r"\[[\d,]+\]", f"[{','.join(map(str, shape))}]", text)  # noqa: E731
@@ -114,10 +147,11 @@ def test_the_papers_cases_go_through_in_pieces(monkeypatch):
         cluster = cm.Cluster.of_ranks(str(host) for host, count in enumerate(counts) for _ in range(count))
         plan = cm.plan({"w": (small(case["src"]), small(case["dst"]))}, cluster=cluster, nic="400Mbit")
         value = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
-        run(monkeypatch, plan, value, 64)
+        run(monkeypatch, plan, value, 64, kind)
 
 
-def test_random_plans_go_through_in_pieces(monkeypatch):
+@WIRES
+def test_random_plans_go_through(monkeypatch, kind):
     rng = random.Random(5)
     for _ in range(40):
         shape, axes = [rng.choice([8, 12]), rng.choice([8, 12])], ["x", "y", "x+y", "y+x", "_"]
@@ -128,4 +162,26 @@ def test_random_plans_go_through_in_pieces(monkeypatch):
             second = rng.choice([axis for axis in axes if axis == "_" or not set(axis) & set(first) - {"+"}])
             texts.append(f"i32[{shape[0]},{shape[1]}]@{mesh}{{{sizes}}}={ranks}({first},{second})")
         plan = cm.plan({"w": tuple(texts)}, cluster=cm.Cluster(6, 2, nic="1Gbit"))
-        run(monkeypatch, plan, torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape), 16)
+        run(monkeypatch, plan, torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape), 16, kind)
+
+
+def test_a_wire_by_order_tells_an_order_that_differs(monkeypatch):
+    """What the proof above rests on: ranks that post for each other in different orders do not get through."""
+    plan = cm.plan({"w": ("i32[8]@A{x:2}=0-1(x)", "i32[8]@B{y:2}=1,0(y)")})
+    value = torch.arange(8, dtype=torch.int32)
+    run(monkeypatch, plan, value, 16, InOrder)
+    post = crossmesh.torch._Run.run
+
+    def backwards(self):
+        if self.rank == 1:
+            self.ops = self.ops[::-1]
+        post(self)
+
+    monkeypatch.setattr(crossmesh.torch._Run, "run", backwards)
+    with pytest.raises(AssertionError, match="both .* next"):
+        run(monkeypatch, plan, value, 16, InOrder)
+
+
+@pytest.mark.parametrize(("backend", "is_one"), [("nccl", True), ("nccl-legacy", True), ("nccl-lazy", True), ("gloo", False), ("ncclx", False)])
+def test_backends_that_are_nccl(backend, is_one):
+    assert crossmesh.torch._matches_by_order(backend) == is_one

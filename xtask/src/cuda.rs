@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
 use crossmesh_cuda::kernels::{ARCHS, MODULES, file_name, source};
@@ -42,19 +43,27 @@ pub fn images(root: &Path) -> Result<Option<PathBuf>> {
     for folder in [&sources, &cubins] {
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
-    let mut made = 0;
+    let mut missing = vec![];
     for (module, text) in MODULES {
         let file = sources.join(format!("{module}.cu"));
         std::fs::write(&file, source(module, text))?;
-        for arch in ARCHS {
-            let image = cubins.join(file_name(module, text, arch));
-            if !image.exists() {
-                compile(&toolkit, &file, arch, &image)?;
-                made += 1;
-            }
-        }
+        let images = ARCHS.map(|arch| (file.clone(), arch, cubins.join(file_name(module, text, arch))));
+        missing.extend(images.into_iter().filter(|(_, _, image)| !image.exists()));
     }
-    eprintln!("== cuda: {} images in {}, {made} of them new", MODULES.len() * ARCHS.len(), cubins.display());
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<()> {
+        while let Some((file, arch, image)) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+            compile(&toolkit, file, arch, image)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| -> Result<()> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let workers: Vec<_> = (0..cores).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("a compiler's thread does not panic"))
+    })?;
+    let (all, new) = (MODULES.len() * ARCHS.len(), missing.len());
+    eprintln!("== cuda: {all} images in {}, {new} of them new", cubins.display());
     Ok(Some(toolkit))
 }
 
@@ -115,7 +124,17 @@ fn nvcc(folder: &Path) -> Result<PathBuf> {
 
 /// One folder with all that a machine with a GPU needs: the program, images, and a script that runs everything.
 pub fn bundle(root: &Path) -> Result<()> {
-    cargo(&["build", "--release", "-p", "crossmesh-cli", "--features", "cuda", "--bin", "crossmesh"])?;
+    // In one build: crates are compiled once for both programs.
+    let with = [
+        "-p",
+        "crossmesh-cli",
+        "-p",
+        "crossmesh-train",
+        "--features",
+        "crossmesh-cli/cuda,crossmesh-train/cuda",
+    ];
+    let programs = ["--bin", "crossmesh", "--example", "gpu_kernels"];
+    cargo(&[&["build", "--release"][..], &with, &programs].concat())?;
     images(root)?.context("a bundle needs images of the kernels")?;
     let folder = root.join("target/gpu");
     let cubins = folder.join("cubins");
@@ -124,15 +143,18 @@ pub fn bundle(root: &Path) -> Result<()> {
         let path = entry?.path();
         std::fs::copy(&path, cubins.join(path.file_name().context("a file has a name")?))?;
     }
-    let program = folder.join("crossmesh");
-    std::fs::copy(root.join("target/release/crossmesh"), &program)?;
-    if !Command::new("strip").arg(&program).status().is_ok_and(|status| status.success()) {
-        eprintln!("== gpu: without `strip` the program is large");
+    for (built, name) in [("crossmesh", "crossmesh"), ("examples/gpu_kernels", "gpu_kernels")] {
+        let program = folder.join(name);
+        std::fs::copy(root.join("target/release").join(built), &program)?;
+        if !Command::new("strip").arg(&program).status().is_ok_and(|status| status.success()) {
+            eprintln!("== gpu: without `strip` {name} is large");
+        }
     }
-    for file in ["run.sh", "beside.py"] {
-        std::fs::copy(root.join("bench/gpu").join(file), folder.join(file))?;
+    for entry in std::fs::read_dir(root.join("bench/gpu"))? {
+        let file = entry?.file_name();
+        std::fs::copy(root.join("bench/gpu").join(&file), folder.join(&file))?;
     }
-    eprintln!("== gpu: {} is ready; on the other machine, sh run.sh", folder.display());
+    eprintln!("== gpu: {} is ready; on the other machine, sh run.sh and sh train.sh", folder.display());
     Ok(())
 }
 

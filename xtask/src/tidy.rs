@@ -131,6 +131,19 @@ fn readme_commands(files: &[File]) -> Vec<String> {
     missing.map(|command| format!("README.md: does not show `{command}`")).collect()
 }
 
+/// What a link of a page in a folder leads to.
+fn resolved(folder: &str, link: &str) -> String {
+    let mut parts: Vec<&str> = folder.split('/').filter(|part| !part.is_empty()).collect();
+    for part in link.split('/') {
+        match part {
+            ".." => drop(parts.pop()),
+            "." => {}
+            part => parts.push(part),
+        }
+    }
+    parts.join("/")
+}
+
 /// Links from page to page lead somewhere.
 fn broken_links(files: &[File]) -> Vec<String> {
     let pages = files.iter().filter(|f| f.path.ends_with(".md"));
@@ -138,7 +151,7 @@ fn broken_links(files: &[File]) -> Vec<String> {
         .flat_map(|page| links(page).into_iter().map(move |link| (page, link)))
         .filter_map(|(page, link)| {
             let folder = page.path.rsplit_once('/').map_or("", |(folder, _)| folder);
-            let target = if folder.is_empty() { link.clone() } else { format!("{folder}/{link}") };
+            let target = resolved(folder, &link);
             let exists = files.iter().any(|f| f.path == target);
             (!exists).then(|| format!("{}: links to {link}, which is not there", page.path))
         })
@@ -197,8 +210,10 @@ mod tests {
 
     #[test]
     fn a_link_to_nowhere_is_found() {
-        let pages =
-            [file("docs/a.md", "[b](b.md#x) [c](c.md) [d](https://x.org/d.md)"), file("docs/b.md", "")];
+        let pages = [
+            file("docs/a.md", "[b](b.md#x) [c](c.md) [b](../docs/b.md) [d](https://x.org/d.md)"),
+            file("docs/b.md", ""),
+        ];
         assert_eq!(broken_links(&pages), ["docs/a.md: links to c.md, which is not there"]);
     }
 

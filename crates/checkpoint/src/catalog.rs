@@ -10,7 +10,8 @@
 //!
 //! To convert is to say where the boxes shall be, and to copy where old and new ones meet.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use crossmesh_core::box_index::BoxIndex;
@@ -18,6 +19,12 @@ use crossmesh_core::region::Region;
 
 use crate::element::Element;
 use crate::error::CheckpointError;
+use crate::hash::{Input, hash_files};
+use crate::manifest::Facts;
+
+/// Problems that are kept of what opening notices, and what is kept of each.
+const MAX_NOTICED: usize = 1 << 16;
+const MAX_NOTICE_BYTES: usize = 1 << 11;
 
 /// More dims than any tensor of a model has.
 pub const MAX_DIMS: usize = 16;
@@ -77,6 +84,8 @@ pub struct DataFile {
     pub bytes: Option<u64>,
     /// Seconds and nanoseconds: a file that changes while it is read is noticed.
     pub modified: (i64, i64),
+    /// Its hash in hexadecimal digits, where the format says one.
+    pub blake3: Option<String>,
 }
 
 /// A box of a tensor in a file: element `x` lies `offset + Σ strides·(x - start)` bytes behind the file's start.
@@ -131,6 +140,8 @@ pub struct Tensor {
     pub element: Element,
     pub shape: Vec<u64>,
     pub boxes: Vec<StoredBox>,
+    /// Of a tensor without dims that lies in no file: its bytes.
+    pub value: Option<Vec<u8>>,
 }
 
 impl Tensor {
@@ -232,9 +243,13 @@ pub struct Catalog {
     /// Where names were in nested dicts and lists, for those who put them back: DCP's `planner_data`.
     pub paths: BTreeMap<String, Vec<PathStep>>,
     /// Files beside the tensors that go along: config.json, tokenizers, Megatron's common.pt.
-    pub extras: Vec<String>,
+    pub extras: BTreeMap<String, PathBuf>,
     /// The model's config.json, where there is one.
     pub config: Option<serde_json::Value>,
+    /// What a run of ours says of it: its own manifest, or what was carried along from one.
+    pub facts: Option<Facts>,
+    /// How many steps the optimizer has taken whose states are there, where that is known.
+    pub optimizer_steps: Option<u64>,
     /// What was noticed while opening; [`Catalog::check`] adds what the boxes say.
     pub(crate) noticed: Vec<Problem>,
 }
@@ -248,8 +263,10 @@ impl Catalog {
             tensors: BTreeMap::new(),
             objects: BTreeMap::new(),
             paths: BTreeMap::new(),
-            extras: vec![],
+            extras: BTreeMap::new(),
             config: None,
+            facts: None,
+            optimizer_steps: None,
             noticed: vec![],
         }
     }
@@ -263,8 +280,14 @@ impl Catalog {
         self.folder.join(&self.files[file as usize].name)
     }
 
-    pub(crate) fn notice(&mut self, kind: ProblemKind, what: String) {
-        self.noticed.push(Problem { kind, what });
+    /// Of more than anybody reads, and of what is longer, some is enough: a file may repeat a long name as often as it likes.
+    pub(crate) fn notice(&mut self, kind: ProblemKind, mut what: String) {
+        if self.noticed.len() < MAX_NOTICED {
+            let most = MAX_NOTICE_BYTES.min(what.len());
+            what.truncate((0..=most).rev().find(|&at| what.is_char_boundary(at)).unwrap_or(0));
+            what.shrink_to_fit();
+            self.noticed.push(Problem { kind, what });
+        }
     }
 
     /// Adds a file; whether it is there and how long it is are noted.
@@ -276,7 +299,7 @@ impl Catalog {
             self.notice(ProblemKind::MissingFile, what);
         }
         let modified = meta.as_ref().map_or((0, 0), modified);
-        self.files.push(DataFile { name: name.into(), bytes: meta.map(|m| m.len()), modified });
+        self.files.push(DataFile { name: name.into(), bytes: meta.map(|m| m.len()), modified, blake3: None });
         self.files.len() as u32 - 1
     }
 
@@ -302,7 +325,45 @@ impl Catalog {
         }
     }
 
+    /// Refuses files that are not what was written, where the format has a hash of them: ours has. Returns how many bytes were read for it.
+    pub fn verify(&self, files: &BTreeSet<u32>, threads: usize) -> Result<u64, CheckpointError> {
+        let mut read = 0;
+        for (i, file) in self.files.iter().enumerate() {
+            let Some(wanted) = file.blake3.as_ref().filter(|_| files.contains(&(i as u32))) else { continue };
+            let path = self.path(i as u32);
+            let opened = File::open(&path).map_err(CheckpointError::io("open", &path))?;
+            let input = Input { file: &opened, path: &path, bytes: file.bytes.unwrap_or(0) };
+            let found = hash_files(&[input], threads)?.remove(0).to_hex();
+            if found.as_str() != wanted {
+                let what = format!("it is not what was written: its hash is {found}, not {wanted}");
+                return Err(CheckpointError::damaged(&path, what));
+            }
+            read += input.bytes;
+        }
+        Ok(read)
+    }
+
+    /// Refuses files that are no longer what was opened.
+    pub(crate) fn unchanged(&self, files: &BTreeSet<u32>) -> Result<(), CheckpointError> {
+        for &i in files {
+            let (path, file) = (self.path(i), &self.files[i as usize]);
+            let meta = std::fs::metadata(&path).map_err(CheckpointError::io("read", &path))?;
+            if (Some(meta.len()), modified(&meta)) != (file.bytes, file.modified) {
+                return Err(CheckpointError::Changed { path });
+            }
+        }
+        Ok(())
+    }
+
+    /// All files.
+    pub(crate) fn all_files(&self) -> BTreeSet<u32> {
+        (0..self.files.len() as u32).collect()
+    }
+
     fn check_tensor(&self, name: &str, tensor: &Tensor, problems: &mut Vec<Problem>) {
+        if tensor.value.is_some() {
+            return;
+        }
         let mut say = |kind, what: String| problems.push(Problem { kind, what });
         let whole = Region::whole(&tensor.shape);
         let mut held = 0u64;
@@ -322,7 +383,12 @@ impl Catalog {
                     format!("`{name}`: box {region} ends at byte {end} of {}, which has {bytes}", file.name);
                 say(ProblemKind::ShortFile, what);
             }
-            held += region.volume();
+            // More than all of it only where some overlap, which is said.
+            held = held.saturating_add(region.volume());
+        }
+        // One box that is all of it, as most are.
+        if held == tensor.volume() && tensor.boxes.len() == 1 {
+            return;
         }
         let regions: Vec<&Region> =
             tensor.boxes.iter().map(|b| &b.region).filter(|r| !r.is_empty()).collect();

@@ -18,8 +18,9 @@ use crossmesh_core::region::Region;
 use crate::catalog::StoredBox;
 use crate::error::CheckpointError;
 
-/// Bytes between two runs that cost less to read than to ask again.
-const GAP_BYTES: u64 = 16 << 10;
+/// Bytes between two runs that cost less to read than to ask again: as many as the runs have, so that no more than twice of what is needed is
+/// read, but these always, and never more than those.
+const GAP_BYTES: std::ops::RangeInclusive<u64> = 512..=16 << 10;
 
 /// A dim: how often, and how far apart in the file and in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,7 +112,8 @@ impl Copy {
         let Some((&outer, inner)) = steps.split_first() else { return read(from, self.run, to, &[]) };
         let extent = self.extent(inner);
         // Rows that are close together are read together, as many as fit.
-        let close = outer.from <= extent.saturating_add(GAP_BYTES) && extent <= scratch_bytes;
+        let gap = extent.clamp(*GAP_BYTES.start(), *GAP_BYTES.end());
+        let close = outer.from <= extent.saturating_add(gap) && extent <= scratch_bytes;
         let at_once = match (close, outer.from) {
             (true, 0) => outer.count,
             (true, step) => (1 + (scratch_bytes - extent) / step).min(outer.count),
@@ -132,6 +134,22 @@ impl Copy {
             done += count;
         }
         Ok(())
+    }
+
+    /// Every run, in the order of the file: where it is in the file and in memory, and how long it is.
+    pub fn each_run<E>(&self, run: &mut impl FnMut(u64, u64, u64) -> Result<(), E>) -> Result<(), E> {
+        let mut index = vec![0; self.steps.len()];
+        loop {
+            let sum = |step: fn(&Step) -> u64| -> u64 {
+                index.iter().zip(&self.steps).map(|(i, s)| i * step(s)).sum()
+            };
+            run(self.from + sum(|s| s.from), self.to + sum(|s| s.to), self.run)?;
+            let Some(dim) = (0..index.len()).rev().find(|&d| index[d] + 1 < self.steps[d].count) else {
+                return Ok(());
+            };
+            index[dim] += 1;
+            index[dim + 1..].fill(0);
+        }
     }
 
     /// The same where the bytes are in memory already.

@@ -51,6 +51,9 @@ pub fn diff(
     one.checked()?;
     two.checked()?;
     let limits = Limits::new(max_memory, threads)?;
+    for catalog in [one, two] {
+        catalog.verify(&catalog.all_files(), limits.threads)?;
+    }
     let mut found = Vec::new();
     let mut both = Vec::new();
     for (name, a) in &one.tensors {

@@ -1,13 +1,28 @@
 //! What a user asks for, in the words of the command line and of Python, made into a conversion.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use crate::catalog::{Catalog, Format};
-use crate::convert::Conversion;
+use crate::convert::{Conversion, Explanation, Limits};
 use crate::element::Element;
 use crate::error::CheckpointError;
-use crate::names::{NameMap, Naming, Parallel, glob};
-use crate::target::{Cut, SHARD_BYTES, Spec};
+use crate::names::{Fit, NameMap, Naming, OURS, Parallel, glob};
+use crate::target::{Cut, SHARD_BYTES, Spec, adopt};
+
+/// What may lie beside a config.json and goes along with it to Hugging Face.
+const BESIDE_CONFIG: [&str; 10] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+];
 
 /// From what there is to what is wanted.
 #[derive(Debug, Clone)]
@@ -57,9 +72,13 @@ impl Request {
         // What is wrong with the source is said of its own names.
         catalog.checked()?;
         if let Some(path) = &self.config {
-            let text = std::fs::read(path).map_err(CheckpointError::io("read", path))?;
-            let parsed = serde_json::from_slice(&text);
-            catalog.config = Some(parsed.map_err(|e| CheckpointError::damaged(path, e.to_string()))?);
+            catalog.config = Some(crate::open::read_json(path)?);
+            catalog.extras.insert("config.json".into(), path.clone());
+            // What belongs to a model at Hugging Face lies beside its config.json.
+            let beside = BESIDE_CONFIG.iter().map(|name| (name, path.with_file_name(name)));
+            for (name, path) in beside.filter(|(_, path)| self.format == Format::Hf && path.is_file()) {
+                catalog.extras.entry(name.to_string()).or_insert(path);
+            }
         }
         let parallel = self.parallel()?;
         let mut spec =
@@ -67,25 +86,59 @@ impl Request {
         if let Some(ranks) = self.ranks {
             spec.cut = Cut::Rows(ranks);
         }
-        let Some(map) = self.map(&catalog, parallel)? else {
+        let mut left_out = self.leave_states(&mut catalog);
+        let naming = self.naming();
+        let Some(map) = self.map(&catalog, parallel, &naming)? else {
+            if let Some(spelling) = &self.spelling {
+                let what = format!(
+                    "names do not change, and `{spelling}` is a spelling of none\nhint: leave it away, or name a map"
+                );
+                return Err(CheckpointError::target(what));
+            }
             let kept = |name: &String| !self.leave_out.iter().any(|pattern| glob(pattern, name));
-            let left_out: Vec<String> = catalog.tensors.keys().filter(|name| !kept(name)).cloned().collect();
+            left_out.extend(catalog.tensors.keys().filter(|name| !kept(name)).cloned());
             catalog.tensors.retain(|name, _| kept(name));
             return Planned::new(catalog, spec, left_out, None);
         };
-        let to = self.to_names.clone().unwrap_or_else(|| side_of(self.format).to_string());
-        let naming = Naming {
-            from: self.from_names.clone(),
-            to,
-            spelling: self.spelling.clone(),
-            leave_out: self.leave_out.clone(),
-            parameters_only: self.format == Format::Hf,
-        };
-        let renamed = map.apply(&catalog, &naming)?;
+        let mut renamed = map.apply(&catalog, &naming)?;
+        left_out.append(&mut renamed.left_out);
+        if self.format == Format::Crossmesh {
+            adopt(&mut renamed.catalog);
+        }
         if let Some(parallel) = parallel {
             spec.cut = Cut::Boxes(map.cut(&renamed, parallel)?);
         }
-        Planned::new(renamed.catalog, spec, renamed.left_out, Some(map.family))
+        Planned::new(renamed.catalog, spec, left_out, Some(map.family))
+    }
+
+    fn naming(&self) -> Naming {
+        Naming {
+            from: self.from_names.clone(),
+            to: self.to_names.clone().unwrap_or_else(|| side_of(self.format).to_string()),
+            spelling: self.spelling.clone(),
+            leave_out: self.leave_out.clone(),
+            parameters_only: self.format == Format::Hf,
+        }
+    }
+
+    /// Takes away an optimizer's states where the target has no place for them, and says which.
+    fn leave_states(&self, catalog: &mut Catalog) -> Vec<String> {
+        let states = self.states(catalog);
+        catalog.tensors.retain(|name, _| !states.contains(name));
+        states.into_iter().collect()
+    }
+
+    /// States of an optimizer, by torch's names and by ours, where the target has no place for them.
+    fn states(&self, catalog: &Catalog) -> BTreeSet<String> {
+        let is_state = |name: &&String| {
+            let of_parameter = |(name, _): (&str, &str)| catalog.tensors.contains_key(name);
+            ["optimizer.", "optim."].iter().any(|head| name.starts_with(head))
+                || name.rsplit_once('/').is_some_and(of_parameter)
+        };
+        match self.format == Format::Hf && catalog.format != Format::Hf {
+            true => catalog.tensors.keys().filter(is_state).cloned().collect(),
+            false => BTreeSet::new(),
+        }
     }
 
     /// None where nothing was said of any axis.
@@ -106,19 +159,30 @@ impl Request {
         Ok(Some(Parallel { tp, pp, ep }))
     }
 
-    fn map(&self, catalog: &Catalog, parallel: Option<Parallel>) -> Result<Option<NameMap>, CheckpointError> {
+    fn map(
+        &self,
+        catalog: &Catalog,
+        parallel: Option<Parallel>,
+        naming: &Naming,
+    ) -> Result<Option<NameMap>, CheckpointError> {
         if let Some(name) = &self.names {
             return NameMap::find(name).map(Some);
         }
-        // Names of Megatron are read and written by Megatron alone.
-        let of_megatron = |format: Format| format == Format::TorchDist;
-        let crossing = of_megatron(catalog.format) != of_megatron(self.format);
+        // Names of Megatron are read and written by Megatron alone, as are ours by us.
+        let crossing = side_of(catalog.format) != side_of(self.format);
         let needed = parallel.is_some() || crossing || self.to_names.is_some() || self.from_names.is_some();
         if !needed {
+            return match self.format == Format::Hf && catalog.format != Format::Hf {
+                true => map_to_files(catalog, naming),
+                false => Ok(None),
+            };
+        }
+        // A model that only we have keeps its names.
+        let ours = [catalog.format, self.format].contains(&Format::Crossmesh);
+        if ours && catalog.config.is_none() && catalog.facts.is_some() {
             return Ok(None);
         }
-        let model_type = catalog.config.as_ref().and_then(|c| c.get("model_type")).and_then(|t| t.as_str());
-        match model_type {
+        match model_type(catalog) {
             Some(model_type) => NameMap::built_in(model_type).map(Some),
             None => {
                 let known: Vec<&str> = NameMap::families().collect();
@@ -133,9 +197,37 @@ impl Request {
     }
 }
 
+/// The model that config.json says it is.
+fn model_type(catalog: &Catalog) -> Option<&str> {
+    catalog.config.as_ref()?.get("model_type")?.as_str()
+}
+
+/// The map by which a state dict's names become those that transformers looks for in files, where they are not: they may have something
+/// in front, or be those of a model in memory. None where they are right, or nothing tells what they should be.
+fn map_to_files(catalog: &Catalog, naming: &Naming) -> Result<Option<NameMap>, CheckpointError> {
+    let Some(map) = model_type(catalog).and_then(|name| NameMap::built_in(name).ok()) else {
+        return Ok(None);
+    };
+    match map.fit(catalog, naming)? {
+        Fit::AsTheyAre => Ok(None),
+        Fit::Renamed => Ok(Some(map)),
+        Fit::Neither(name) => Err(CheckpointError::Map {
+            what: format!(
+                "the names are not those of Hugging Face's files, and it does not know `{name}` {:?}\nhint: leave it out, or bring the names to theirs by a map of your own",
+                catalog.tensors[&name].shape
+            ),
+            map: map.family,
+        }),
+    }
+}
+
 /// The side of a map whose names a format has.
 fn side_of(format: Format) -> &'static str {
-    if format == Format::TorchDist { "megatron" } else { "hf" }
+    match format {
+        Format::TorchDist => "megatron",
+        Format::Crossmesh => OURS,
+        Format::Hf | Format::Dcp | Format::DcpHf => "hf",
+    }
 }
 
 /// A conversion that can run, and what it will not have.
@@ -158,5 +250,11 @@ impl Planned {
         let conversion = Conversion::plan(catalog, spec)?;
         left_out.extend(conversion.left_out().iter().cloned());
         Ok(Self { conversion, left_out, map })
+    }
+
+    /// What a run with these limits would do: with what is left behind, and the map.
+    pub fn explain(&self, limits: Limits) -> Explanation {
+        let explanation = self.conversion.explain(limits);
+        Explanation { left_out: self.left_out.clone(), map: self.map.clone(), ..explanation }
     }
 }

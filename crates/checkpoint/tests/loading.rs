@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use crossmesh_checkpoint::{Cut, Element, Format, Spec, Want, diff, load, open};
+use crossmesh_checkpoint::{Cut, Element, Format, Spec, Want, diff, load, open, rounds};
 use crossmesh_core::region::{Region, Span};
 use crossmesh_testkit::seed::Seed;
 
@@ -70,7 +70,7 @@ fn only_what_is_needed_is_read_and_rounded() {
     let mut memory = vec![0; 2 * 64 * 2];
     fn want<'a>(region: &Region, memory: &'a mut [u8]) -> Want<'a> {
         let strides = vec![128, 2];
-        Want { tensor: "w".into(), region: region.clone(), element: Element::Bf16, strides, memory }
+        Want { tensor: "w".into(), region: region.clone(), element: Element::BF16, strides, memory }
     }
     let loaded = load(&catalog, vec![want(&rows, &mut memory)], 1 << 20, 1).unwrap();
     assert_eq!(loaded.bytes_read, 2 * 64 * 4);
@@ -85,6 +85,53 @@ fn only_what_is_needed_is_read_and_rounded() {
     let mut ints = vec![0; 1 << 12];
     let other = Want { element: Element::I32, strides: vec![256, 4], ..want(&rows, &mut ints) };
     assert!(refused(other).contains("it is f32 in the checkpoint, and i32 in memory"));
+}
+
+#[test]
+fn a_file_that_is_not_what_was_opened_is_not_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let held = Held { element: Element::U8, shape: vec![8], bytes: vec![1; 8] };
+    write_hf(&Model::from([("w".to_string(), held)]), folder.path());
+    let catalog = open(folder.path()).unwrap();
+    let mut memory = [0; 8];
+    let mut loaded = || {
+        let region = Region::whole(&[8]);
+        let (element, strides) = (Element::U8, vec![1]);
+        load(
+            &catalog,
+            vec![Want { tensor: "w".into(), region, element, strides, memory: &mut memory }],
+            1 << 20,
+            1,
+        )
+    };
+    loaded().unwrap();
+    // The same bytes, by somebody who writes to it.
+    let path = folder.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    std::fs::write(&path, bytes).unwrap();
+    let error = loaded().unwrap_err().to_string();
+    assert!(error.contains("model.safetensors: it changed while it was read"), "{error}");
+}
+
+#[test]
+fn interleaved_views_are_filled_one_after_the_other() {
+    // Two halves of every row of an array of [4, 6], which interleave; what lies behind them; and nothing.
+    assert_eq!(rounds(&[(100, 21), (103, 21), (124, 8), (110, 0)]), [vec![0, 3, 2], vec![1]]);
+    assert_eq!(rounds(&[(0, 4), (4, 4), (8, 4)]), [vec![0, 1, 2]]);
+    let mut seed = Seed(41);
+    for _ in 0..200 {
+        let pieces: Vec<(usize, usize)> = (0..12).map(|_| (seed.below(50), seed.below(12))).collect();
+        let found = rounds(&pieces);
+        let mut all: Vec<usize> = found.concat();
+        all.sort_unstable();
+        assert_eq!(all, (0..12).collect::<Vec<_>>());
+        for round in found {
+            let mut seen = [false; 64];
+            let bytes = round.iter().flat_map(|&i| pieces[i].0..pieces[i].0 + pieces[i].1);
+            bytes.for_each(|b| assert!(!std::mem::replace(&mut seen[b], true), "{pieces:?}"));
+        }
+    }
 }
 
 #[test]

@@ -7,94 +7,6 @@ use std::path::Path;
 use common::*;
 use crossmesh_checkpoint::{Element, Format, NameMap, Naming, Request, RunOptions, open};
 use crossmesh_testkit::seed::Seed;
-use serde_json::{Value, json};
-
-/// A tiny model of a family: its config.json, and its tensors by Hugging Face's names.
-fn tiny(family: &str, seed: &mut Seed) -> (Value, Model) {
-    let pick = |seed: &mut Seed, from: &[u64]| seed.pick(from);
-    let (l, g, q, d) =
-        (pick(seed, &[1, 2, 3]), pick(seed, &[2, 4]), pick(seed, &[1, 2]), pick(seed, &[2, 3]));
-    let (h, f, v, e) =
-        (pick(seed, &[4, 6]), pick(seed, &[4, 5, 8]), pick(seed, &[7, 8]), pick(seed, &[2, 4]));
-    let mut shapes: Vec<(String, Vec<u64>)> = Vec::new();
-    let mut add = |name: String, shape: Vec<u64>| shapes.push((name, shape));
-    if family == "gpt2" {
-        let (n, h) = (g, g * d);
-        add("transformer.wte.weight".into(), vec![v, h]);
-        add("transformer.wpe.weight".into(), vec![5, h]);
-        for x in ["weight", "bias"] {
-            add(format!("transformer.ln_f.{x}"), vec![h]);
-        }
-        for i in 0..l {
-            let at = format!("transformer.h.{i}.");
-            for (name, ins, outs) in
-                [("attn.c_attn", h, 3 * h), ("attn.c_proj", h, h), ("mlp.c_fc", h, f), ("mlp.c_proj", f, h)]
-            {
-                add(format!("{at}{name}.weight"), vec![ins, outs]);
-                add(format!("{at}{name}.bias"), vec![outs]);
-            }
-            for x in ["ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"] {
-                add(format!("{at}{x}"), vec![h]);
-            }
-        }
-        let config = json!({"model_type": "gpt2", "n_layer": l, "n_embd": h, "n_head": n, "vocab_size": v, "n_positions": 5, "n_inner": f});
-        return (config, filled(shapes, seed));
-    }
-    add("model.embed_tokens.weight".into(), vec![v, h]);
-    add("model.norm.weight".into(), vec![h]);
-    if seed.one_in(2) {
-        add("lm_head.weight".into(), vec![v, h]);
-    }
-    for i in 0..l {
-        let at = format!("model.layers.{i}.");
-        add(format!("{at}input_layernorm.weight"), vec![h]);
-        add(format!("{at}post_attention_layernorm.weight"), vec![h]);
-        for (part, heads) in [("q", g * q), ("k", g), ("v", g)] {
-            add(format!("{at}self_attn.{part}_proj.weight"), vec![heads * d, h]);
-        }
-        add(format!("{at}self_attn.o_proj.weight"), vec![h, g * q * d]);
-        if family.starts_with("qwen3") {
-            add(format!("{at}self_attn.q_norm.weight"), vec![d]);
-            add(format!("{at}self_attn.k_norm.weight"), vec![d]);
-        }
-        let mut mlp = |at: String, names: [&str; 3]| {
-            add(format!("{at}{}.weight", names[0]), vec![f, h]);
-            add(format!("{at}{}.weight", names[1]), vec![f, h]);
-            add(format!("{at}{}.weight", names[2]), vec![h, f]);
-        };
-        match family {
-            "mixtral" => {
-                (0..e).for_each(|x| mlp(format!("{at}block_sparse_moe.experts.{x}."), ["w1", "w3", "w2"]))
-            }
-            "qwen3_moe" => (0..e)
-                .for_each(|x| mlp(format!("{at}mlp.experts.{x}."), ["gate_proj", "up_proj", "down_proj"])),
-            _ => mlp(format!("{at}mlp."), ["gate_proj", "up_proj", "down_proj"]),
-        }
-        match family {
-            "mixtral" => add(format!("{at}block_sparse_moe.gate.weight"), vec![e, h]),
-            "qwen3_moe" => add(format!("{at}mlp.gate.weight"), vec![e, h]),
-            _ => {}
-        }
-    }
-    let config = json!({
-        "model_type": family, "num_hidden_layers": l, "vocab_size": v, "hidden_size": h, "num_attention_heads": g * q,
-        "num_key_value_heads": g, "head_dim": d, "intermediate_size": f, "moe_intermediate_size": f, "num_experts": e, "num_local_experts": e,
-    });
-    (config, filled(shapes, seed))
-}
-
-fn filled(shapes: Vec<(String, Vec<u64>)>, seed: &mut Seed) -> Model {
-    let tensor = |(name, shape): (String, Vec<u64>)| {
-        let bytes = (0..shape.iter().product::<u64>() * 2).map(|_| seed.draw() as u8).collect();
-        (name, Held { element: Element::Bf16, shape, bytes })
-    };
-    shapes.into_iter().map(tensor).collect()
-}
-
-fn write(config: &Value, model: &Model, folder: &Path) {
-    write_hf(model, folder);
-    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
-}
 
 fn run(from: &Path, to: &Path, request: &Request) {
     let planned = request.plan(open(from).unwrap()).unwrap();
@@ -113,14 +25,18 @@ fn every_family_goes_to_any_parallelism_and_back() {
     for (i, family) in NameMap::families().enumerate() {
         for round in 0..crossmesh_testkit::sweep::count(5) as u64 {
             let mut seed = Seed(100 * i as u64 + round);
-            let (config, model) = tiny(family, &mut seed);
+            let (config, model) = tiny(family, Element::BF16, &mut seed);
             let folder = tempfile::tempdir().unwrap();
             let at = |name: &str| folder.path().join(name);
-            write(&config, &model, &at("start"));
+            write_with_config(&config, &model, &at("start"));
             run(&at("start"), &at("a"), &cut(Format::Dcp, &mut seed));
             run(&at("a"), &at("b"), &cut(Format::TorchDist, &mut seed));
             run(&at("b"), &at("c"), &cut(Format::TorchDist, &mut seed));
             run(&at("c"), &at("end"), &Request::new(Format::Hf));
+            // Megatron's layers without Transformer Engine: some families have other names for them, and all know the word.
+            let local = Request { spelling: Some("local".into()), ..cut(Format::TorchDist, &mut seed) };
+            run(&at("a"), &at("local"), &local);
+            run(&at("local"), &at("end of local"), &Request::new(Format::Hf));
             assert_eq!(read_slowly(&open(&at("a")).unwrap()), model, "{family} {round}");
             assert_eq!(
                 read_slowly(&open(&at("b")).unwrap()),
@@ -129,6 +45,7 @@ fn every_family_goes_to_any_parallelism_and_back() {
             );
             let bytes = |name: &str| std::fs::read(at(name).join("model.safetensors")).unwrap();
             assert!(bytes("end") == bytes("start"), "{family} {round}");
+            assert!(bytes("end of local") == bytes("start"), "{family} {round}");
         }
     }
 }
@@ -143,13 +60,13 @@ fn element<'a>(model: &'a Model, name: &str, index: &[u64]) -> &'a [u8] {
 #[test]
 fn fused_tensors_are_where_megatron_has_them() {
     let mut seed = Seed(11);
-    let (config, model) = tiny("qwen3_moe", &mut seed);
+    let (config, model) = tiny("qwen3_moe", Element::BF16, &mut seed);
     let number = |key: &str| config[key].as_u64().unwrap();
     let (g, d, h) = (number("num_key_value_heads"), number("head_dim"), number("hidden_size"));
     let q = number("num_attention_heads") / g;
     let (l, e, f) = (number("num_hidden_layers"), number("num_experts"), number("moe_intermediate_size"));
     let folder = tempfile::tempdir().unwrap();
-    write(&config, &model, &folder.path().join("in"));
+    write_with_config(&config, &model, &folder.path().join("in"));
     let request = Request { tp: Some(2), pp: Some(2), ep: Some(2), ..Request::new(Format::TorchDist) };
     run(&folder.path().join("in"), &folder.path().join("out"), &request);
     let out = read_slowly(&open(&folder.path().join("out")).unwrap());
@@ -183,12 +100,12 @@ fn all_of_five(a: u64, b: u64, c: u64, d: u64, e: u64) -> Vec<(u64, u64, u64, u6
 #[test]
 fn a_name_too_many_or_too_few_is_refused() {
     let mut seed = Seed(1);
-    let (config, model) = tiny("llama", &mut seed);
+    let (config, model) = tiny("llama", Element::BF16, &mut seed);
     let naming = Naming { to: "megatron".into(), ..Naming::default() };
     let map = NameMap::built_in("llama").unwrap();
     let refused = |model: &Model| {
         let folder = tempfile::tempdir().unwrap();
-        write(&config, model, folder.path());
+        write_with_config(&config, model, folder.path());
         map.apply(&open(folder.path()).unwrap(), &naming).unwrap_err().to_string()
     };
     let mut more = model.clone();
@@ -212,7 +129,7 @@ fn a_name_too_many_or_too_few_is_refused() {
 #[test]
 fn padding_of_a_vocabulary_is_cut_off_and_states_go_along() {
     let mut seed = Seed(2);
-    let (config, model) = tiny("llama", &mut seed);
+    let (config, model) = tiny("llama", Element::BF16, &mut seed);
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     // With moments, as FSDP's DCP has them.
@@ -221,7 +138,7 @@ fn padding_of_a_vocabulary_is_cut_off_and_states_go_along() {
         let moment = Held { element: Element::F32, shape: held.shape.clone(), bytes: held.bytes.repeat(2) };
         with_states.insert(format!("optimizer.state.{name}.exp_avg"), moment);
     }
-    write(&config, &with_states, &at("hf"));
+    write_with_config(&config, &with_states, &at("hf"));
     run(&at("hf"), &at("dcp"), &Request { tp: Some(2), ..Request::new(Format::Dcp) });
     run(&at("dcp"), &at("megatron"), &cut(Format::TorchDist, &mut seed));
     let megatron = open(&at("megatron")).unwrap();
@@ -241,18 +158,181 @@ fn padding_of_a_vocabulary_is_cut_off_and_states_go_along() {
     table.shape[0] += 5;
     table.bytes.extend(vec![9; 5 * table.shape[1] as usize * 2]);
     padded.retain(|name, _| !name.starts_with("optimizer"));
-    write(&config, &padded, &at("padded"));
+    write_with_config(&config, &padded, &at("padded"));
     let request = Request { names: Some("llama".into()), ..Request::new(Format::Hf) };
     run(&at("padded"), &at("cut"), &request);
     assert_eq!(read_slowly(&open(&at("cut")).unwrap()), model);
 }
 
 #[test]
+fn experts_that_are_one_tensor_in_memory() {
+    for family in ["qwen3_moe", "mixtral"] {
+        let (config, model) = tiny(family, Element::BF16, &mut Seed(21));
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        write_with_config(&config, &model, &at("start"));
+        let to_fused = Request { to_names: Some("fused".into()), ..cut(Format::Dcp, &mut Seed(2)) };
+        run(&at("start"), &at("fused"), &to_fused);
+        let fused = read_slowly(&open(&at("fused")).unwrap());
+        let number = |key: &str| config[key].as_u64().unwrap();
+        let (e, f, h) = (number("num_experts"), number("moe_intermediate_size"), number("hidden_size"));
+        let both = &fused["model.layers.0.mlp.experts.gate_up_proj"];
+        assert_eq!(both.shape, [e, 2 * f, h]);
+        let (at_0, names) = match family {
+            "mixtral" => ("block_sparse_moe", ["w1", "w3"]),
+            _ => ("mlp", ["gate_proj", "up_proj"]),
+        };
+        let parts = names.map(|n| &model[&format!("model.layers.0.{at_0}.experts.1.{n}.weight")].bytes[..]);
+        assert_eq!(both.bytes[(2 * 2 * f * h) as usize..][..(2 * 2 * f * h) as usize], parts.concat());
+        assert!(fused.contains_key("model.layers.0.mlp.gate.weight"));
+        // Nobody has to say which side it is.
+        run(&at("fused"), &at("megatron"), &cut(Format::TorchDist, &mut Seed(3)));
+        run(&at("megatron"), &at("back"), &Request::new(Format::Hf));
+        run(&at("fused"), &at("hf"), &Request { names: Some(family.into()), ..Request::new(Format::Hf) });
+        run(&at("fused"), &at("by config.json"), &Request::new(Format::Hf));
+        for back in ["back", "hf", "by config.json"] {
+            assert_eq!(read_slowly(&open(&at(back)).unwrap()), model, "{family}");
+        }
+    }
+}
+
+/// A model as `{"model": ..., "optim": ...}` of somebody's own has it, in a DCP of two ranks; what it was is in `start`.
+fn with_prefix(family: &str, folder: &Path, prefix: &str, more: &[&str]) -> Model {
+    let (config, model) = tiny(family, Element::BF16, &mut Seed(31));
+    write_with_config(&config, &model, &folder.join("start"));
+    let mut saved = Model::new();
+    for (name, held) in &model {
+        saved.insert(format!("{prefix}{name}"), held.clone());
+        saved.insert(format!("optim.state.{prefix}{name}.exp_avg"), held.clone());
+    }
+    let one = model.values().next().unwrap();
+    saved.extend(more.iter().map(|name| (name.to_string(), one.clone())));
+    write_hf(&saved, &folder.join("saved"));
+    run(&folder.join("saved"), &folder.join("dcp"), &Request { ranks: Some(2), ..Request::new(Format::Dcp) });
+    model
+}
+
+#[test]
+fn a_state_dict_of_ones_own_becomes_files_that_transformers_knows() {
+    for family in NameMap::families() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let model = with_prefix(family, folder.path(), "model.", &[]);
+        let to_hf = Request { config: Some(at("start/config.json")), ..Request::new(Format::Hf) };
+        let planned = to_hf.plan(open(&at("dcp")).unwrap()).unwrap();
+        assert_eq!(planned.map.as_deref(), Some(family));
+        assert!(planned.left_out.iter().all(|name| name.starts_with("optim.")));
+        assert_eq!(planned.left_out.len(), model.len());
+        run(&at("dcp"), &at("end"), &to_hf);
+        assert_eq!(read_slowly(&open(&at("end")).unwrap()), model, "{family}");
+        // As safetensors with boxes, too; and between formats that keep states, names are nobody's business.
+        run(&at("dcp"), &at("boxes"), &Request { ranks: Some(3), ..Request::new(Format::DcpHf) });
+        run(&at("boxes"), &at("of boxes"), &to_hf);
+        assert_eq!(read_slowly(&open(&at("of boxes")).unwrap()), model, "{family}");
+        assert!(
+            open(&at("boxes")).unwrap().tensors.keys().any(|name| name.starts_with("optim.state.model."))
+        );
+    }
+}
+
+#[test]
+fn names_that_are_right_stay_and_those_that_nobody_knows_are_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    // Right already, beside one that Llama does not have.
+    let mut model = with_prefix("llama", folder.path(), "", &["model.gain.weight"]);
+    let to_hf = Request { config: Some(at("start/config.json")), ..Request::new(Format::Hf) };
+    let planned = to_hf.plan(open(&at("dcp")).unwrap()).unwrap();
+    assert_eq!(planned.map, None);
+    let gain = model.values().next().unwrap().clone();
+    model.insert("model.gain.weight".into(), gain);
+    assert!(planned.conversion.catalog().tensors.keys().eq(model.keys()));
+    // With something in front, what the map does not know cannot be brought to Hugging Face's names.
+    for (prefix, more, says) in [
+        ("model.", &["model.model.gain.weight"][..], "it does not know `model.model.gain.weight`"),
+        ("net.", &[], "it does not know `net."),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        with_prefix("llama", folder.path(), prefix, more);
+        let config = Some(folder.path().join("start/config.json"));
+        let dcp = || open(&folder.path().join("dcp")).unwrap();
+        let request = Request { config, ..Request::new(Format::Hf) };
+        let error = request.plan(dcp()).unwrap_err().to_string();
+        assert!(error.contains(says) && error.contains("hint: leave it out"), "{error}");
+        if !more.is_empty() {
+            let leave_out = vec![more[0].to_string()];
+            let planned = Request { leave_out, ..request }.plan(dcp()).unwrap();
+            assert_eq!(planned.map.as_deref(), Some("llama"));
+        }
+        // Without config.json nothing tells what they should be.
+        assert_eq!(Request::new(Format::Hf).plan(dcp()).unwrap().map, None);
+    }
+}
+
+#[test]
+fn a_spelling_that_no_map_has_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (config, model) = tiny("llama", Element::BF16, &mut Seed(5));
+    write_with_config(&config, &model, folder.path());
+    let error = |spelling: &str, format, tp| {
+        let request = Request { spelling: Some(spelling.into()), tp, ..Request::new(format) };
+        request.plan(open(folder.path()).unwrap()).unwrap_err().to_string()
+    };
+    let said = error("locale", Format::TorchDist, Some(2));
+    assert!(said.ends_with("it has no spelling `locale`\nhint: one of local, unfused"), "{said}");
+    // Where no name changes, there is none to spell.
+    let said = error("local", Format::Dcp, None);
+    assert!(said.contains("names do not change, and `local` is a spelling of none"), "{said}");
+}
+
+#[test]
+fn a_map_of_ones_own_says_what_is_different() {
+    let (config, mut model) = tiny("llama", Element::BF16, &mut Seed(22));
+    let shape = model["model.norm.weight"].shape.clone();
+    // A model as Llama, with another name for one tensor, and one that Llama does not have.
+    let norm = model.remove("model.norm.weight").unwrap();
+    model.insert("model.scale.weight".into(), norm.clone());
+    model.insert("model.layers.0.gain.weight".into(), Held { bytes: norm.bytes.clone(), ..norm });
+    for layer in 1..config["num_hidden_layers"].as_u64().unwrap() {
+        let gain = model["model.layers.0.gain.weight"].clone();
+        model.insert(format!("model.layers.{layer}.gain.weight"), gain);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    write_with_config(&config, &model, &at("start"));
+    let text = r#"
+extends = "llama"
+family = "scaled"
+[[tensor]]
+hf = ["model.scale.weight [h]"]
+megatron = ["decoder.final_layernorm.weight [h]"]
+crossmesh = ["model.norm.weight [h]"]
+stage = "last"
+[[tensor]]
+hf = ["model.layers.{l}.gain.weight [h]"]
+megatron = ["decoder.layers.gain.weight [l, h]"]
+crossmesh = ["model.layers.{l}.gain.weight [h]"]
+"#;
+    std::fs::write(at("scaled.toml"), text).unwrap();
+    let names = Some(at("scaled.toml").to_str().unwrap().to_string());
+    let there = Request { names: names.clone(), ..cut(Format::TorchDist, &mut Seed(4)) };
+    run(&at("start"), &at("megatron"), &there);
+    let gains = &open(&at("megatron")).unwrap().tensors["decoder.layers.gain.weight"].shape;
+    assert_eq!(gains[1..], shape[..]);
+    run(&at("megatron"), &at("back"), &Request { names, ..Request::new(Format::Hf) });
+    assert_eq!(read_slowly(&open(&at("back")).unwrap()), model);
+    let error = Request { names: Some("llama".into()), ..cut(Format::TorchDist, &mut Seed(4)) }
+        .plan(open(&at("start")).unwrap())
+        .unwrap_err();
+    assert!(error.to_string().contains("it does not name `model.layers.0.gain.weight`"), "{error}");
+}
+
+#[test]
 fn nothing_tells_the_heads() {
     let mut seed = Seed(3);
-    let (config, model) = tiny("llama", &mut seed);
+    let (config, model) = tiny("llama", Element::BF16, &mut seed);
     let folder = tempfile::tempdir().unwrap();
-    write(&config, &model, &folder.path().join("in"));
+    write_with_config(&config, &model, &folder.path().join("in"));
     run(&folder.path().join("in"), &folder.path().join("out"), &cut(Format::TorchDist, &mut seed));
     std::fs::remove_file(folder.path().join("out/config.json")).unwrap();
     let catalog = open(&folder.path().join("out")).unwrap();
@@ -261,4 +341,29 @@ fn nothing_tells_the_heads() {
     let request = Request { names: Some("llama".into()), ..Request::new(Format::Hf) };
     let error = request.plan(catalog).unwrap_err().to_string();
     assert!(error.contains("nothing tells how long the axis") && error.contains("config.json"), "{error}");
+}
+
+#[test]
+fn more_ranks_than_there_is_to_cut_cost_nothing() {
+    let (config, model) = tiny("qwen3_moe", Element::BF16, &mut Seed(3));
+    let folder = tempfile::tempdir().unwrap();
+    write_with_config(&config, &model, folder.path());
+    let cut = |tp, pp, ep| {
+        let request = Request { tp: Some(tp), pp: Some(pp), ep: Some(ep), ..Request::new(Format::TorchDist) };
+        request.plan(open(folder.path()).unwrap())
+    };
+    for (tp, pp, ep) in [(u32::MAX, 1, 1), (1, u32::MAX, 1), (1, 1, u32::MAX), (65_535, 256, 256)] {
+        assert!(cut(tp, pp, ep).unwrap().conversion.num_files() < 1000, "tp {tp}, pp {pp}, ep {ep}");
+    }
+    let error = cut(65_536, 256, 256).unwrap_err().to_string();
+    assert!(error.contains("tp 65536 x pp 256 x ep 256 are more than 4294967295 ranks"), "{error}");
+}
+
+#[test]
+fn a_map_that_is_a_pipe_is_not_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("map.toml");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let error = NameMap::find(pipe.to_str().unwrap()).unwrap_err().to_string();
+    assert!(error.ends_with("map.toml: it is no regular file"), "{error}");
 }

@@ -1,21 +1,34 @@
 //! Planning looks at headers alone: a model of a trillion parameters, in files that are all holes.
 //!
-//! `CROSSMESH_SWEEP=100000` makes so many tensors, and says how long it took.
+//! `CROSSMESH_SWEEP=100000` makes so many tensors, or items of DCP, and says how long it took.
 
 mod common;
 
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use crossmesh_checkpoint::{Format, Request, open};
+use common::*;
+use crossmesh_checkpoint::{Conversion, Cut, Element, Format, Request, Spec, open};
+use crossmesh_testkit::seed::Seed;
 use serde_json::json;
 
+/// What axes of a Qwen3-MoE count.
+struct Sizes {
+    h: u64,
+    f: u64,
+    d: u64,
+    g: u64,
+    q: u64,
+    v: u64,
+}
+
 /// A Qwen3-MoE of about so many tensors, with weights that take no room.
-fn write_sparse(folder: &Path, tensors: usize) -> usize {
+fn write_qwen3_moe(folder: &Path, tensors: usize, sizes: Sizes) -> usize {
     let experts = 384.min(tensors / 6).max(2) as u64;
     let layers = (tensors as u64).div_ceil(3 * experts + 9).max(1);
-    let (h, f, d, g, q, v) = (7168u64, 2048u64, 128u64, 8u64, 8u64, 163_840u64);
+    let Sizes { h, f, d, g, q, v } = sizes;
     let mut shapes = vec![
         ("model.embed_tokens.weight".to_string(), vec![v, h]),
         ("model.norm.weight".to_string(), vec![h]),
@@ -73,23 +86,97 @@ fn write_sparse(folder: &Path, tensors: usize) -> usize {
     shapes.len()
 }
 
+/// Of the processor, for all that there is: a busy machine changes nothing.
+const CPU_TIME: Duration = Duration::from_secs(10);
+
+/// What this thread has computed for.
+fn cpu_time() -> Duration {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())
+}
+
+/// Since when something has been going on: of the processor, and by the clock.
+struct Since(Duration, Instant);
+
+impl Since {
+    #[expect(clippy::disallowed_methods, reason = "what is measured is time")]
+    fn now() -> Self {
+        Self(cpu_time(), Instant::now())
+    }
+
+    fn cpu(&self) -> Duration {
+        cpu_time() - self.0
+    }
+}
+
+impl std::fmt::Display for Since {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:.2?} of the processor, {:.2?} by the clock", self.cpu(), self.1.elapsed())
+    }
+}
+
 #[test]
-#[expect(clippy::disallowed_methods, reason = "it says how long it took, and decides nothing by it")]
 fn a_trillion_parameters_are_planned_by_their_headers() {
     let folder = tempfile::tempdir().unwrap();
-    let tensors = write_sparse(folder.path(), crossmesh_testkit::sweep::count(3000));
+    let large = Sizes { h: 7168, f: 2048, d: 128, g: 8, q: 8, v: 163_840 };
+    let tensors = write_qwen3_moe(folder.path(), crossmesh_testkit::sweep::count(3000), large);
     for (to, request) in [
         ("dcp", Request { ranks: Some(2), ..Request::new(Format::Dcp) }),
         ("torch_dist", Request { tp: Some(2), pp: Some(8), ep: Some(32), ..Request::new(Format::TorchDist) }),
     ] {
-        let start = std::time::Instant::now();
+        let since = Since::now();
         let catalog = open(folder.path()).unwrap();
-        let opened = start.elapsed();
+        let opened = since.to_string();
         assert_eq!(catalog.tensors.len(), tensors);
         let bytes = catalog.bytes();
         let planned = request.plan(catalog).unwrap();
-        let all = start.elapsed();
         assert!(planned.conversion.bytes() > bytes);
-        eprintln!("{tensors} tensors, {bytes} B to {to}: opened in {opened:?}, planned in {all:?}");
+        eprintln!("{tensors} tensors, {bytes} B to {to}: opened in {opened}; planned in {since}");
+        assert!(since.cpu() < CPU_TIME, "{tensors} tensors to {to}: {since}");
+    }
+}
+
+#[test]
+fn many_items_of_dcp_are_opened() {
+    let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+    let at = |name: &str| folder.path().join(name);
+    // A hundred ranks, each with a row of every tensor.
+    let tensors = crossmesh_testkit::sweep::count(2000).div_ceil(100);
+    let shapes = (0..tensors).map(|i| (format!("layers.{i}.weight"), vec![100, 2])).collect();
+    write_hf(&filled(shapes, Element::BF16, &mut Seed(1)), &at("hf"));
+    convert(&at("hf"), &at("dcp"), Spec { cut: Cut::Rows(100), ..Spec::new(Format::Dcp) });
+    let since = Since::now();
+    let catalog = open(&at("dcp")).unwrap();
+    let opened = since.to_string();
+    let items: usize = catalog.tensors.values().map(|t| t.boxes.len()).sum();
+    assert_eq!((items, catalog.files.len()), (tensors * 100, 100));
+    let conversion = Conversion::plan(catalog, Spec::new(Format::Hf)).unwrap();
+    assert_eq!(conversion.catalog().tensors.len(), tensors);
+    eprintln!("{items} items of {tensors} tensors: opened in {opened}; planned in {since}");
+    assert!(since.cpu() < CPU_TIME, "{items} items: {since}");
+}
+
+#[test]
+fn many_tensors_are_planned_back_to_hugging_face() {
+    let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::create_dir(at("hf")).unwrap();
+    // As many tensors and boxes as a large model has, and almost no numbers: they are written.
+    let tiny = Sizes { h: 2, f: 2, d: 1, g: 2, q: 1, v: 4 };
+    let tensors = write_qwen3_moe(&at("hf"), crossmesh_testkit::sweep::count(3000), tiny);
+    for (from, there) in [
+        ("torch_dist", Request { tp: Some(2), pp: Some(8), ep: Some(32), ..Request::new(Format::TorchDist) }),
+        ("dcp", Request { ranks: Some(2), ..Request::new(Format::Dcp) }),
+    ] {
+        let planned = there.plan(open(&at("hf")).unwrap()).unwrap();
+        planned.conversion.run(&at(from), &options(2)).unwrap();
+        let since = Since::now();
+        let catalog = open(&at(from)).unwrap();
+        let opened = since.to_string();
+        let boxes: usize = catalog.tensors.values().map(|t| t.boxes.len()).sum();
+        let planned = Request::new(Format::Hf).plan(catalog).unwrap();
+        assert_eq!(planned.conversion.catalog().tensors.len(), tensors);
+        eprintln!("{boxes} boxes of {from} to {tensors} tensors: opened in {opened}; planned in {since}");
+        assert!(since.cpu() < CPU_TIME, "{tensors} tensors from {from}: {since}");
     }
 }

@@ -40,7 +40,8 @@ pub struct ProblemArgs {
     /// Plan many tensors together: a file with a line `[NAME:] SRC -> DST` for each; `-` reads stdin
     #[arg(long, value_name = "FILE", conflicts_with_all = ["src", "dst"])]
     pub pairs: Option<PathBuf>,
-    /// Plan all weights of a model: a name (`llama3-70b`) or a config.json of Hugging Face's, from `--src` to `--dst`
+    /// Plan all weights of a model, from `--src` to `--dst`: a name (`llama3-70b`), a config.json of Hugging Face's,
+    /// or a table of tensors (docs/python.md)
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["src", "dst", "pairs", "dst_rank_offset"], requires_all = ["from", "to"])]
     pub model: Option<String>,
     /// With `--model`: how it is cut now, such as `fsdp 64` or `pp 2, tp 4`
@@ -52,6 +53,9 @@ pub struct ProblemArgs {
     /// With `--model`: query, key and value are one tensor, and so are gate and up, as serving engines have them
     #[arg(long, requires = "model")]
     pub fused: bool,
+    /// With `--model`: they are tensors of their own in the source, and lie inside of one in the destination
+    #[arg(long, requires = "model", conflicts_with = "fused")]
+    pub dst_fused: bool,
     /// The destinations are another job's, which counts its ranks from 0: here its rank 0 is rank N, and its meshes are
     /// its own
     #[arg(long, value_name = "N")]
@@ -79,9 +83,20 @@ pub struct HostArgs {
     /// The time a message takes from host to host [default: 0, or the cluster file's]
     #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
     pub latency: Option<String>,
-    /// Devices a host [default: the length of each mesh's last axis]
+    /// Devices a host [default: the length of each mesh's last axis; 8 where that is above 16 and hosts have several NICs]
     #[arg(long, value_name = "N", conflicts_with = "cluster", value_parser = clap::value_parser!(u32).range(1..))]
     pub devices_per_host: Option<u32>,
+}
+
+/// Devices of a host of a model's that nobody described.
+const MODEL_HOST: u32 = 8;
+
+/// Which sides of a model hold query, key and value, and gate and up, as one tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fusing {
+    Neither,
+    Destination,
+    Both,
 }
 
 /// How to plan.
@@ -103,9 +118,25 @@ pub struct PlanArgs {
 }
 
 impl ProblemArgs {
+    /// What should be said of hosts that nobody described.
+    pub fn assumption(&self, problem: &Problem) -> Option<String> {
+        match self.model {
+            Some(_) => self.hosts.model_assumption(),
+            None => self.hosts.assumption(problem),
+        }
+    }
+
+    fn fusing(&self) -> Fusing {
+        match (self.fused, self.dst_fused) {
+            (true, _) => Fusing::Both,
+            (_, true) => Fusing::Destination,
+            _ => Fusing::Neither,
+        }
+    }
+
     pub fn problem(&self) -> Result<Problem> {
         if let (Some(model), Some(from), Some(to)) = (&self.model, &self.from, &self.to) {
-            return self.hosts.model(&read_model(model)?, from, to, self.fused);
+            return self.hosts.model(&read_model(model)?, from, to, self.fusing());
         }
         let pairs = match (&self.pairs, &self.src, &self.dst) {
             (Some(file), ..) => read_pairs(file)?,
@@ -125,14 +156,53 @@ impl ProblemArgs {
 }
 
 impl HostArgs {
-    /// What should be said of hosts that nobody described: that one has a great many devices.
+    /// What should be said of hosts that nobody described: that one has a great many devices, or that an axis was cut.
     pub fn assumption(&self, problem: &Problem) -> Option<String> {
-        const USUAL: u32 = 16;
+        const OTHERWISE: &str = "--devices-per-host says otherwise";
+        if self.cluster.is_some() || self.devices_per_host.is_some() {
+            return None;
+        }
+        let layouts = problem.reshards.iter().flat_map(|r| [&r.src.layout, &r.dst.layout]);
+        let axis = layouts.map(|layout| layout.mesh().last_axis_len()).max()?;
         let most = problem.cluster.hosts.iter().map(|host| host.devices).max()?;
-        let assumed = self.cluster.is_none() && self.devices_per_host.is_none();
-        (assumed && most > USUAL).then(|| {
-            format!("one host of {most} devices is assumed, the length of a mesh's last axis; --devices-per-host says otherwise")
-        })
+        match (axis > Assumed::MOST_PER_HOST, most < axis) {
+            (false, _) => None,
+            (true, false) => Some(format!(
+                "one host of {most} devices is assumed, the length of a mesh's last axis; {OTHERWISE}"
+            )),
+            (true, true) => Some(format!(
+                "hosts of {most} devices are assumed, since they have several NICs and a mesh's last axis is {axis} long; {OTHERWISE}"
+            )),
+        }
+    }
+
+    /// What is assumed of a model's hosts: whatever was not given.
+    fn model_assumption(&self) -> Option<String> {
+        if self.cluster.is_some() {
+            return None;
+        }
+        let hosts = match self.devices_per_host {
+            None => format!("hosts of {MODEL_HOST} devices"),
+            Some(_) => "hosts".into(),
+        };
+        let nics = match (self.nics, &self.nic) {
+            (None, None) => Some("one 10 Gbit/s NIC each"),
+            (None, Some(_)) => Some("one NIC each"),
+            (Some(_), None) => Some("NICs of 10 Gbit/s"),
+            (Some(_), Some(_)) => None,
+        };
+        let words = match (self.devices_per_host, nics) {
+            (Some(_), None) => return None,
+            (_, Some(nics)) => format!("{hosts} with {nics} are assumed"),
+            (None, None) => format!("{hosts} are assumed"),
+        };
+        let flags = [
+            ("--devices-per-host", self.devices_per_host.is_none()),
+            ("--nics", self.nics.is_none()),
+            ("--nic", self.nic.is_none()),
+        ];
+        let flags = flags.iter().filter(|(_, missing)| *missing).map(|(flag, _)| *flag);
+        Some(format!("{words}; {} or --cluster say otherwise", flags.collect::<Vec<_>>().join(", ")))
     }
 
     /// Tensors on these hosts.
@@ -147,14 +217,16 @@ impl HostArgs {
     }
 
     /// All weights of a model. Without a cluster file, hosts have 8 devices, and the destination has hosts of its own.
-    pub fn model(&self, model: &Model, from: &str, to: &str, fused: bool) -> Result<Problem> {
-        const USUAL: u32 = 8;
+    fn model(&self, model: &Model, from: &str, to: &str, fusing: Fusing) -> Result<Problem> {
         let (from, to): (Parallel, Parallel) = (from.parse().context("--src")?, to.parse().context("--dst")?);
-        let pairs = model.pairs(&from, &to, fused)?;
+        let pairs = match fusing {
+            Fusing::Destination => model.pairs_into_fused(&from, &to)?,
+            Fusing::Neither | Fusing::Both => model.pairs(&from, &to, fusing == Fusing::Both)?,
+        };
         if self.cluster.is_some() {
             return self.problem(pairs);
         }
-        let per_host = self.devices_per_host.unwrap_or(USUAL);
+        let per_host = self.devices_per_host.unwrap_or(MODEL_HOST);
         let mut hosts = vec![];
         for ranks in [from.num_ranks(), to.num_ranks()] {
             let counts = (0..ranks).step_by(per_host as usize).map(|first| per_host.min(ranks - first));
@@ -195,6 +267,10 @@ impl HostArgs {
     /// Puts the flags over what a cluster says.
     pub fn adjust(&self, cluster: &mut Cluster) -> Result<()> {
         self.rates()?.apply(cluster).context("the NIC rate")?;
+        if self.nic.is_some() || self.nics.is_some() || self.local.is_some() || self.latency.is_some() {
+            // No longer the cluster that somebody measured.
+            cluster.measured = None;
+        }
         for host in &mut cluster.hosts {
             self.adjust_host(host)?;
         }
@@ -255,7 +331,7 @@ pub fn read_cluster(path: &Path) -> Result<Cluster> {
     Cluster::from_toml(&text).with_context(|| path.display().to_string())
 }
 
-/// A model by name, or from its config.json.
+/// A model by name, or from its config.json or a table of its tensors.
 pub fn read_model(name: &str) -> Result<Model> {
     if let Some(model) = Model::preset(name) {
         return Ok(model);
@@ -264,11 +340,11 @@ pub fn read_model(name: &str) -> Result<Model> {
     if !path.exists() {
         let known: Vec<&str> = Model::preset_names().collect();
         bail!(
-            "no model and no file is called `{name}`\nhint: give a config.json, or one of {}",
+            "no model and no file is called `{name}`\nhint: give a config.json, a table of tensors, or one of {}",
             known.join(", ")
         );
     }
-    Model::from_config(&read_text(path)?).with_context(|| name.to_string())
+    Model::from_json(&read_text(path)?).with_context(|| name.to_string())
 }
 
 /// The text of a file; `-` is stdin.

@@ -34,7 +34,7 @@ use crate::memory::GpuChoice;
 use crate::output::{self, Progress, Told};
 #[cfg(feature = "mpi")]
 use crate::part::unplaced_patience;
-use crate::part::{BARRIER, Ending, Part, Summary, comm_error, fault, log, patience};
+use crate::part::{BARRIER, Ending, Part, Summary, comm_error, fault, log, met_s, patience};
 use crate::records::measured_trace;
 use crate::runner::{Measured, RunOptions, Started, Work, check_memory, combine};
 
@@ -43,6 +43,7 @@ struct Joined {
     rank: Rank,
     world: u32,
     launcher: &'static str,
+    met_s: Option<f64>,
     meeting: Box<dyn Meeting>,
     ending: Ending,
 }
@@ -142,7 +143,7 @@ fn join_sockets(
     let (rank, world, launcher) = (place.rank, place.world, place.launcher);
     let met = OverSockets::meet(place, &host, roster, secret, patience, log(), on_news);
     let meeting = met.map_err(|error| ending.not_met(error))?;
-    Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
+    Ok(Joined { rank, world, launcher, met_s: met_s(variables), meeting: Box::new(meeting), ending })
 }
 
 #[cfg(feature = "mpi")]
@@ -166,7 +167,7 @@ fn join_mpi(variables: &Variables, options: &RunOptions, deadline_ms: u64) -> Re
     let patience = unplaced_patience(arrive, deadline_ms);
     let met = Beside::meet(Box::new(theirs), (rank, world), &place, host, patience, ending.on_news(), log());
     let meeting = met.map_err(|error| ending.not_met(error))?;
-    Ok(Joined { rank, world, launcher, meeting: Box::new(meeting), ending })
+    Ok(Joined { rank, world, launcher, met_s: met_s(variables), meeting: Box::new(meeting), ending })
 }
 
 /// Where the others reach the first rank: where the user says, or by the name that MPI has for its host.
@@ -208,7 +209,8 @@ fn take_part(
     let deadline_ms = options.deadline_ms(work.predicted_s);
     let (repeat, trace, interrupt) = (options.repeat, options.trace, job.ending.interrupt.clone());
     let gpu = options.memory.is_on_gpu(rank).then(|| gpu_of(rank, job.meeting.hosts(), options));
-    let part = Part { task: work.task, rank, repeat, deadline_ms, flight, trace, interrupt, gpu };
+    let met_s = job.met_s;
+    let part = Part { task: work.task, rank, met_s, repeat, deadline_ms, flight, trace, interrupt, gpu };
     let meeting = &mut *job.meeting;
     if let Err(abort) = check_same_work(meeting, rank, work) {
         job.ending.say_once(&abort);

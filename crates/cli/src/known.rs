@@ -42,7 +42,7 @@ pub fn schedules() -> Vec<&'static str> {
 }
 
 pub fn all_series() -> Vec<&'static str> {
-    Series::ALL.map(|series| series.name()).to_vec()
+    Series::names()
 }
 
 pub fn suites() -> Vec<&'static str> {

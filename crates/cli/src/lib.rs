@@ -11,7 +11,6 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::sync::OnceLock;
 
-use clap::error::{ContextKind, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 
 use predict::Prediction;
@@ -19,13 +18,18 @@ use predict::Prediction;
 mod chrome;
 mod commands;
 mod files;
+mod handed;
+mod hints;
 pub mod input;
 mod joined;
 mod known;
 mod links;
+mod machine;
 mod memory;
 mod output;
 mod part;
+mod path;
+mod picture;
 mod pipeline;
 pub mod predict;
 mod rates;
@@ -44,6 +48,7 @@ mod tensors;
 mod timetable;
 mod trace_doc;
 mod training;
+mod verdict;
 
 /// What `crossmesh explain` prints about a plan.
 pub fn explained(prediction: &Prediction) -> String {
@@ -53,6 +58,12 @@ pub fn explained(prediction: &Prediction) -> String {
 /// The report of a plan as one HTML page; the footer says where it came from.
 pub fn page(prediction: &Prediction, provenance: Vec<String>) -> String {
     report::plan::render(prediction, provenance)
+}
+
+/// What `crossmesh simulate` finds out: a plan that was proven, on another cluster.
+pub mod simulation {
+    pub use crate::chrome::render as trace;
+    pub use crate::commands::simulate::{document, predict_on, render};
 }
 
 /// What a command found out.
@@ -67,13 +78,18 @@ enum Answer {
 /// Move sharded tensors between device meshes, and train models across them: plan, prove, predict, run.
 #[derive(Debug, Parser)]
 #[command(name = "crossmesh", version, propagate_version = true)]
-#[command(after_help = "Exit status: 0 yes, 1 the answer is no, 2 could not do it.
-Words (bound, lane, window, exposed, signal, B, W): docs/glossary.md.
+#[command(after_help = "Exit status: 0 yes, 1 no (a check failed, documents differ), 2 could not do it.
+Words such as bound, lane, window, exposed, signal, B and W: docs/glossary.md.
 
 Examples:
-  crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'
+  # train a small GPT on four processes
   crossmesh train examples/gpt-mini.toml
-  crossmesh bench reshard --predict")]
+  # who sends what to whom when a tensor changes its mesh, and how long it takes
+  crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'
+  # pipeline schedules beside each other
+  crossmesh schedule compare --stages 8 --microbatches 32
+  # a command's own help
+  crossmesh help train")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -81,30 +97,23 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    // In the order of the help: what most people come for is first.
+    Train(commands::train::Args),
     Explain(commands::explain::Args),
+    Run(commands::run::Args),
+    Schedule(commands::schedule::Args),
+    Bench(commands::bench::Args),
+    Checkpoint(commands::checkpoint::Args),
+    Generate(commands::generate::Args),
+    Data(commands::data::Args),
     Plan(commands::plan::Args),
     Verify(commands::verify::Args),
     Simulate(commands::simulate::Args),
     Diff(commands::diff::Args),
-    Bench(commands::bench::Args),
-    Schedule(commands::schedule::Args),
-    Data(commands::data::Args),
-    Run(commands::run::Args),
-    Train(commands::train::Args),
-    Generate(commands::generate::Args),
     Launch(commands::launch::Args),
-    Checkpoint(commands::checkpoint::Args),
     #[command(hide = true)]
     Rank(commands::rank::Args),
     Completions(commands::completions::Args),
-}
-
-/// The error without advice to pass a flag that does not exist as a value: nobody wants that.
-fn plainer(mut error: clap::Error) -> clap::Error {
-    if error.kind() == ErrorKind::UnknownArgument && error.get(ContextKind::SuggestedArg).is_none() {
-        error.remove(ContextKind::Suggested);
-    }
-    error
 }
 
 /// Runs the command line that the process was started with.
@@ -133,7 +142,8 @@ pub fn main_with(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     crossmesh_comm::launch::survive_file_limits();
     // From now on we know whether we were stopped.
     let _ = crossmesh_comm::launch::continued_ns();
-    let cli = Cli::try_parse_from(arguments).unwrap_or_else(|error| plainer(error).exit());
+    let words: Vec<OsString> = arguments.into_iter().collect();
+    let cli = Cli::try_parse_from(&words).unwrap_or_else(|error| hints::better(error, &words).exit());
     if !matches!(cli.command, Command::Launch(_)) {
         // Programs of others that we start keep the limits that their user gave them.
         crossmesh_comm::limits::raise_descriptor_limit();

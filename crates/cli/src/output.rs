@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
+use crossmesh_core::printable::printable;
 
 use crate::files;
 
@@ -19,6 +20,23 @@ pub enum Format {
     #[default]
     Text,
     Json,
+}
+
+/// How a command is asked for a document; the same everywhere.
+#[derive(Debug, Clone, Copy, Default, clap::Args)]
+pub struct FormatArgs {
+    /// Text for people, or one JSON document
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
+    format: Format,
+    /// The same as --format json
+    #[arg(long, conflicts_with = "format", help_heading = "Output")]
+    json: bool,
+}
+
+impl FormatArgs {
+    pub fn get(self) -> Format {
+        if self.json { Format::Json } else { self.format }
+    }
 }
 
 /// Whether this process answers. Of a job that was started by somebody else, only the first rank does.
@@ -57,7 +75,7 @@ pub fn to_json(value: &impl serde::Serialize) -> Result<String> {
 }
 
 /// Writes a file, or names it and the reason.
-pub fn write_file(path: &Path, text: &str) -> Result<()> {
+pub fn write_file(path: &Path, text: impl AsRef<[u8]>) -> Result<()> {
     if !answers() {
         return Ok(());
     }
@@ -91,13 +109,14 @@ fn error_text(error: &anyhow::Error) -> String {
         let _ = write!(text, "{}{cause}", if i == 0 { "" } else { ": " });
     }
     text.push('\n');
-    text
+    // A tensor's name, a file's: nothing in it reaches into the terminal.
+    printable(&text)
 }
 
 /// A line on stderr, beside the answer.
 pub fn remark(line: &str) {
     if answers() {
-        let _ = writeln!(std::io::stderr(), "{line}");
+        let _ = writeln!(std::io::stderr(), "{}", printable(line));
     }
 }
 
@@ -150,8 +169,8 @@ impl Table {
         self.align.chars().nth(column).or(self.align.chars().last()) == Some('l')
     }
 
-    pub fn row<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
-        self.rows.push(cells.into_iter().map(Into::into).collect());
+    pub fn row<S: AsRef<str>>(&mut self, cells: impl IntoIterator<Item = S>) {
+        self.rows.push(cells.into_iter().map(|cell| printable(cell.as_ref())).collect());
     }
 
     /// Two blanks between columns, `indent` blanks before the first, none at the end of a line.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crossmesh_comm::clock::Moment;
 use crossmesh_comm::deadline::Deadline;
 use crossmesh_comm::engine::{EngineOptions, Interrupt};
-use crossmesh_comm::environment::{Place, Variables};
+use crossmesh_comm::environment::{Place, Variables, late};
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::flight::FlightRecord;
 use crossmesh_comm::job;
@@ -50,10 +50,18 @@ fn barrier_limit(deadline_ms: u64) -> Duration {
     BARRIER + BARRIER_DEADLINES * Duration::from_millis(deadline_ms)
 }
 
+/// Now that everybody is in: how long ago the job was started, where the launcher says.
+pub fn met_s(variables: &Variables) -> Option<f64> {
+    late(variables).map(|late| late.came.as_secs_f64())
+}
+
 /// What a rank saw.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Summary {
     pub rank: Rank,
+    /// From the job's start until everybody was in, where the launcher says when it started.
+    #[serde(default)]
+    pub met_s: Option<f64>,
     /// By run: when the barrier opened, and how long the rank's part took.
     pub started: Vec<Moment>,
     pub seconds: Vec<f64>,
@@ -77,6 +85,8 @@ pub struct Summary {
 pub struct Part<'a> {
     pub task: &'a Task<'a>,
     pub rank: Rank,
+    /// See [`met_s`].
+    pub met_s: Option<f64>,
     pub repeat: u32,
     /// How long nothing may move.
     pub deadline_ms: u64,
@@ -155,6 +165,7 @@ impl Part<'_> {
     fn summary(&self, report: RankReport, started: Vec<Moment>) -> Summary {
         Summary {
             rank: report.rank,
+            met_s: self.met_s,
             started,
             seconds: report.seconds,
             synced: report.synced,

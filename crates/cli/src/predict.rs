@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use crossmesh_core::id::Rank;
-use crossmesh_core::reshard::doc::{Figures, PlanDoc};
+use crossmesh_core::reshard::doc::{CostDoc, Figures, PlanDoc};
 use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::reshard::{Bound, Plan, PlanOptions, Problem, lower_bound, plan};
 use crossmesh_core::sim::simulate;
@@ -10,7 +10,7 @@ use crossmesh_core::trace::Trace;
 use crossmesh_core::units::Bytes;
 use crossmesh_core::verify::{Verified, VerifyError};
 
-use crate::output;
+use crate::{output, tensors};
 
 /// A plan, what it lowers to, and how long that takes.
 pub struct Prediction {
@@ -18,6 +18,8 @@ pub struct Prediction {
     pub program: Verified,
     pub trace: Trace,
     pub bound: Bound,
+    /// What was assumed of hosts that nobody described, where people should know it.
+    pub assumed: Option<String>,
 }
 
 impl Prediction {
@@ -42,7 +44,12 @@ impl Prediction {
     pub fn of_program(plan: Plan, program: Verified, bound: Bound) -> Result<Self> {
         fits(&program, &plan.problem)?;
         let trace = simulate(&program, &plan.problem.cluster).context("the plan cannot be simulated")?;
-        Ok(Self { plan, program, trace, bound })
+        Ok(Self { plan, program, trace, bound, assumed: None })
+    }
+
+    /// With what was assumed of its hosts.
+    pub fn assuming(self, assumed: Option<String>) -> Self {
+        Self { assumed, ..self }
     }
 
     /// The plan document, as text.
@@ -56,7 +63,19 @@ impl Prediction {
             predicted_s: self.seconds(),
             peak_extra_bytes: self.peak_extra_bytes(),
         };
-        PlanDoc::new(&self.plan, figures)
+        let doc = PlanDoc { assumed: self.assumed.clone(), ..PlanDoc::new(&self.plan, figures) };
+        if self.plan.problem.reshards.len() == 1 {
+            return doc;
+        }
+        let (rows, busiest) = tensors::in_order(&self.plan, &self.program, &self.trace);
+        let cost = |row: tensors::TensorRow| CostDoc {
+            bytes_moved: row.bytes_moved,
+            transfers: row.transfers as u64,
+            start_s: row.start_s,
+            end_s: row.end_s,
+            share_of_busiest_link: row.share_of_busiest_link,
+        };
+        doc.with_costs(busiest, rows.into_iter().map(cost))
     }
 
     pub fn seconds(&self) -> f64 {

@@ -7,7 +7,6 @@ use std::process::ExitStatus;
 use anyhow::{Context, Result};
 use crossmesh_comm::clock::{Moment, by_one_clock};
 use crossmesh_comm::flight::{Flight, FlightRecord, JobRecord, OpRecord, OpState, ProcessRecord, SCHEMA};
-use crossmesh_comm::rendezvous::Abort;
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::{Op, OpKind};
 use crossmesh_core::trace::{OpSpan, Trace};
@@ -19,6 +18,7 @@ use crate::part::Summary;
 use crate::runner::Work;
 use crate::task::Task;
 use crate::trace_doc::describe;
+use crate::verdict::Verdicts;
 
 /// A measured trace, and by how much the clocks of any two ranks may differ in it.
 #[derive(Debug, Clone)]
@@ -67,7 +67,7 @@ impl Records<'_> {
     pub fn write_flight(
         &self,
         path: &Path,
-        verdict: Option<&Abort>,
+        verdicts: &Verdicts,
         ended: &BTreeMap<Rank, ExitStatus>,
         landed: &[Summary],
     ) -> Result<()> {
@@ -75,13 +75,14 @@ impl Records<'_> {
             rank: *rank,
             host: self.work.topology.host(*rank).to_string(),
             ended: status.to_string(),
+            verdict: verdicts.of(*rank).cloned(),
         };
         let failed = |rank: Rank| read_json::<FlightRecord>(&flight_file(self.folder, rank)).ok();
         let of_rank =
             |rank: Rank| failed(rank).or_else(|| self.landed(landed.iter().find(|s| s.rank == rank)?));
         let document = serde_json::from_str(&self.work.document).ok();
         let (plan, step, sweep) = match self.work.task {
-            Task::Plan { .. } | Task::Program { .. } => (document, None, None),
+            Task::Plan { .. } | Task::Program { .. } | Task::Handed(_) => (document, None, None),
             Task::Step { .. } => (None, document, None),
             Task::Sweep { .. } => (None, None, document),
             // It is in the run's folder.
@@ -92,7 +93,7 @@ impl Records<'_> {
             plan,
             step,
             sweep,
-            verdict: verdict.cloned(),
+            verdict: verdicts.agreed().cloned(),
             processes: ended.iter().map(process).collect(),
             ranks: self.work.task.ranks().into_iter().filter_map(of_rank).collect(),
         };

@@ -1,6 +1,5 @@
 //! Runs a plan for real: one process per rank, on loopback or on emulated hosts, and collects what they saw.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::io::Write as _;
 use std::sync::{Arc, Mutex};
@@ -15,7 +14,6 @@ use crossmesh_comm::lab::usage::ExtraMemory;
 use crossmesh_comm::launch::janitor::{Kept, keep};
 use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals, Source};
 use crossmesh_comm::protect::{PROTECT_VARIABLE, Protect};
-use crossmesh_comm::rendezvous::Abort;
 use crossmesh_core::cluster::{Cluster, Topology};
 use crossmesh_core::id::{HostId, Rank};
 
@@ -29,6 +27,7 @@ use crate::part::Summary;
 use crate::predict::Prediction;
 use crate::records::{MeasuredTrace, Records, measured_trace};
 use crate::task::Task;
+use crate::verdict::Verdicts;
 
 /// More processes than this are a mistake on one machine.
 const MAX_PROCESSES: usize = 2048;
@@ -88,6 +87,8 @@ pub enum Started {
 pub struct Measured {
     /// From the first rank's start to the last rank's end, by run.
     pub seconds: Vec<f64>,
+    /// From the start until everybody was in, where the launcher says when that was.
+    pub met_s: Option<f64>,
     /// Elements that are not what they should be: the first of each rank that has one.
     pub wrong: Vec<String>,
     /// The most memory that each process had, where the system tells.
@@ -125,10 +126,7 @@ pub fn median(seconds: &[f64]) -> f64 {
 #[derive(Debug)]
 pub struct RunFailed {
     outcome: Outcome,
-    /// What ranks said on stderr.
-    said: Vec<(Rank, String)>,
-    /// Why the job ended, in the words of those who ended in time to say so.
-    aborts: Vec<Abort>,
+    verdicts: Verdicts,
     /// Goes with this value: how a run failed is told before its hosts are cleared away, which may take longer.
     _site: Site,
 }
@@ -144,40 +142,20 @@ impl std::error::Error for RunFailed {}
 
 impl fmt::Display for RunFailed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let alone = self.said.iter().find_map(|(_, line)| line.strip_prefix("error: "));
-        match (agreed(&self.aborts), alone, self.outcome) {
-            (Some(abort), ..) => write!(f, "{abort}"),
-            // It failed before there was anybody to agree with.
-            (None, Some(reason), _) => f.write_str(reason),
-            (None, None, Outcome::Failed { rank, status }) => write!(f, "{rank} failed: {status}"),
-            (None, None, Outcome::Signalled(signal)) => write!(f, "ended by signal {signal}"),
-            (None, None, _) => f.write_str("the run took too long and was ended"),
+        match (self.verdicts.reason(), self.outcome) {
+            (Some(reason), _) => f.write_str(&reason),
+            (None, Outcome::Failed { rank, status }) => write!(f, "{rank} failed: {status}"),
+            (None, Outcome::Signalled(signal)) => write!(f, "ended by signal {signal}"),
+            (None, _) => f.write_str("the run took too long and was ended"),
         }
     }
-}
-
-/// What most ranks agree on: first the host, then the rank there, then the words. Ranks of a host that was cut off hear
-/// nothing of the others, and are few.
-fn agreed(aborts: &[Abort]) -> Option<&Abort> {
-    let most = |of: &dyn Fn(&Abort) -> String, among: &[&Abort]| {
-        let mut votes: BTreeMap<String, usize> = BTreeMap::new();
-        among.iter().for_each(|abort| *votes.entry(of(abort)).or_default() += 1);
-        votes.into_iter().max_by_key(|(_, votes)| *votes).map(|(key, _)| key)
-    };
-    let ways: [&dyn Fn(&Abort) -> String; 3] =
-        [&|a| a.host.clone(), &|a| a.culprit.to_string(), &|a| a.text.clone()];
-    let mut among: Vec<&Abort> = aborts.iter().collect();
-    for of in ways {
-        let winner = most(of, &among)?;
-        among.retain(|abort| of(abort) == winner);
-    }
-    among.first().copied()
 }
 
 /// What is to be run, by one process per rank.
 pub struct Work<'a> {
     pub task: &'a Task<'a>,
-    /// What the task is made from, by every rank for itself.
+    /// What the task is made from, by every rank for itself: of training steps, sweeps and training, and wherever others started the
+    /// ranks.
     pub document: String,
     pub cluster: &'a Cluster,
     pub topology: &'a Topology,
@@ -236,7 +214,7 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let folder =
         tempfile::Builder::new().prefix("crossmesh-run-").tempdir_in(&temp).with_context(no_folder)?;
     let _kept = keep(Kept::Folder(folder.path().display().to_string()));
-    files::write(&folder.path().join("work.json"), &work.document).with_context(no_folder)?;
+    write_documents(work, &ranks, folder.path()).with_context(no_folder)?;
     let site = Site::of(work, &ranks, options.emulate)?;
     let secret = Secret::generate()?;
     let processes = ranks.iter().map(|rank| process(work, options, &site, *rank, &secret, folder.path()));
@@ -250,35 +228,59 @@ pub fn run_work(work: &Work<'_>, options: &RunOptions, progress: &Progress) -> R
     let (outcome, statuses) = job.wait_each(&signals, None);
     progress.say("");
     let summaries = std::mem::take(&mut *heard.summaries.lock().expect("no thread panics with it"));
+    let verdicts = std::mem::take(&mut *heard.verdicts.lock().expect("no thread panics with it"));
     let records = Records { folder: folder.path(), work };
     let wrong_answer = matches!(outcome, Outcome::Failed { status, .. } if status.code() == Some(1));
-    if summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer) {
+    let landed = summaries.len() == ranks.len() && (outcome == Outcome::Done || wrong_answer);
+    let reason = verdicts.reason().filter(|_| !landed);
+    verdicts.beside(reason.as_deref()).iter().for_each(|line| output::remark(line));
+    if landed {
         let summaries = if options.records() { records.with_ops(summaries)? } else { summaries };
         if let Some(path) = &options.flight {
-            records.write_flight(path, None, &statuses, &summaries)?;
+            records.write_flight(path, &verdicts, &statuses, &summaries)?;
         }
         let trace = if options.trace { measured_trace(work.task, &summaries) } else { None };
         let times = work.task.num_times(options.repeat);
         return Ok(Measured { trace, ..combine(&summaries, times, Started::ByUs) });
     }
-    let said = std::mem::take(&mut *heard.said.lock().expect("no thread panics with it"));
-    let aborts = std::mem::take(&mut *heard.aborts.lock().expect("no thread panics with it"));
     if let Some(path) = &options.flight {
         // How the run failed matters more.
-        if let Err(error) = records.write_flight(path, agreed(&aborts), &statuses, &[]) {
+        if let Err(error) = records.write_flight(path, &verdicts, &statuses, &[]) {
             output::print_error(&error);
         }
     }
-    Err(RunFailed { outcome, said, aborts, _site: site }.into())
+    Err(RunFailed { outcome, verdicts, _site: site }.into())
+}
+
+/// What ranks read: each its own part of what is proven, or all the same.
+fn write_documents(work: &Work<'_>, ranks: &[Rank], folder: &std::path::Path) -> Result<()> {
+    let shares = work.task.shares();
+    for &rank in ranks {
+        let Some(part) = work.task.hand(rank, ranks, &shares) else {
+            return files::write(&document(work, rank, folder), &work.document);
+        };
+        files::write(&document(work, rank, folder), &part?)?;
+    }
+    Ok(())
+}
+
+fn document(work: &Work<'_>, rank: Rank, folder: &std::path::Path) -> std::path::PathBuf {
+    match work.task {
+        Task::Plan { .. } | Task::Program { .. } => folder.join(format!("handed-{}.json", rank.0)),
+        _ => folder.join("work.json"),
+    }
 }
 
 /// Only what moves tensors can have them anywhere.
 pub fn check_memory(work: &Work<'_>, options: &RunOptions) -> Result<()> {
     match work.task {
-        Task::Plan { .. } | Task::Program { .. } => Ok(()),
+        Task::Plan { .. } | Task::Program { .. } | Task::Train { .. } => Ok(()),
         _ if options.memory == Memory::Host => Ok(()),
         _ => {
-            bail!("--memory {}: only plans and programs run there yet\nhint: `crossmesh run`", options.memory)
+            bail!(
+                "--memory {}: only plans, programs and training run there yet\nhint: `crossmesh run`",
+                options.memory
+            )
         }
     }
 }
@@ -341,7 +343,7 @@ fn process(
     env.insert(PROTECT_VARIABLE.into(), options.protect.to_string());
     env.insert(HOST_VARIABLE.into(), host.to_string());
     env.insert(STARTED_VARIABLE.into(), now_ms().to_string());
-    let document = folder.join("work.json").display().to_string();
+    let document = document(work, rank, folder).display().to_string();
     let mut args = vec!["rank".to_string(), work.task.flag().into(), document];
     let mut flag = |name: &str, value: String| args.extend([name.to_string(), value]);
     flag("--repeat", options.repeat.to_string());
@@ -379,8 +381,7 @@ fn default_deadline(predicted_s: f64) -> Duration {
 #[derive(Default)]
 struct Heard {
     summaries: Mutex<Vec<Summary>>,
-    said: Mutex<Vec<(Rank, String)>>,
-    aborts: Mutex<Vec<Abort>>,
+    verdicts: Mutex<Verdicts>,
 }
 
 fn listen(heard: &Arc<Heard>, task: &Task<'_>, repeat: u32) -> OnLine {
@@ -394,11 +395,11 @@ fn listen(heard: &Arc<Heard>, task: &Task<'_>, repeat: u32) -> OnLine {
             heard.summaries.lock().expect("no thread panics with it").push(summary);
         }
         (Source::Stdout, Ok(Said::Abort(abort))) => {
-            heard.aborts.lock().expect("no thread panics with it").push(abort);
+            heard.verdicts.lock().expect("no thread panics with it").told(line.rank, abort);
         }
+        _ if heard.verdicts.lock().expect("no thread panics with it").complains(line.rank, line.text) => {}
         _ => {
             let _ = writeln!(std::io::stderr(), "[{}] {}", line.rank.0, line.text);
-            heard.said.lock().expect("no thread panics with it").push((line.rank, line.text.to_string()));
         }
     })
 }
@@ -420,6 +421,7 @@ pub fn combine(summaries: &[Summary], repeat: u32, started: Started) -> Measured
     };
     Measured {
         seconds: (0..repeat as usize).map(span).collect(),
+        met_s: summaries.iter().filter_map(|s| s.met_s).max_by(f64::total_cmp),
         wrong: summaries
             .iter()
             .filter(|s| !s.verified)

@@ -15,7 +15,7 @@ use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
 use crossmesh_train::checkpoint::{Checkpoint, CheckpointError};
 use crossmesh_train::generate::{Crew, Generator, Sampling};
-use crossmesh_train::kernels::cpu::HostBuf;
+use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::runtime::{Direct, Links};
 use crossmesh_train::stage::StageError;
@@ -118,7 +118,7 @@ pub fn alone(doc: &TalkDoc) -> Result<Talked, Silence> {
 /// Reads the prompt, and says one token after the other. All ranks hear the same logits, and choose the same.
 fn talk<T: Scalar>(doc: &TalkDoc, mut generator: Generator<T>) -> Result<Talked, Silence> {
     let sampling = Sampling { temperature: doc.temperature, top_k: doc.top_k, seed: doc.seed };
-    generator.reserve(doc.prompt.len() + doc.tokens);
+    generator.reserve(doc.prompt.len().saturating_add(doc.tokens));
     let start = Monotonic.now_ns();
     let mut talked = Talked { cache_elements: generator.cache_elements(), ..Talked::default() };
     let mut unread: Vec<i32> = doc.prompt.iter().map(|id| *id as i32).collect();
@@ -193,9 +193,10 @@ fn of_type<T: Scalar + Element>(
     let doc = &work.doc;
     // Loading takes one rank longer than another; nobody waits for a group before all are there.
     barrier(Gate::Start)?;
+    let kernels = Arc::new(Cpu::<T>::new(1));
     let crew: Crew<HostBuf<T>> = Crew::new(rank.index(), doc.tp, doc.stages, |ranks| {
         let ranks: Vec<Rank> = ranks.iter().copied().map(Rank::at).collect();
-        Ok::<_, CallError>(Arc::new(Direct::new(comm, &ranks)?) as _)
+        Ok::<_, CallError>(Arc::new(Direct::group(comm, &ranks, &kernels)?) as _)
     })?;
     let generator = Generator::load_with(checkpoint, doc.threads, crew)?;
     talk(doc, generator)

@@ -23,6 +23,7 @@ use crossmesh_core::step::doc::StepDoc;
 use crossmesh_core::step::{Step, StepProgram, lower_step};
 use crossmesh_core::verify::Verified;
 
+use crate::handed::{self, Handed};
 use crate::input::{Document, read_document, read_plan};
 use crate::predict::Violation;
 use crate::sweep_doc::SweepDoc;
@@ -44,6 +45,8 @@ pub enum Task<'a> {
         program: Verified,
         cluster: Cluster,
     },
+    /// One rank's part of a plan or a program, by the word of the process that started the rank.
+    Handed(Handed),
     Step {
         step: Cow<'a, Step>,
         lowered: Cow<'a, StepProgram>,
@@ -81,13 +84,6 @@ impl<'a> Task<'a> {
         }
         let alone = || Cluster::of_hosts(vec![Host::with_devices(doc.num_ranks.max(1))]);
         let cluster = doc.to_cluster()?.unwrap_or_else(alone);
-        if cluster.num_devices() < program.ranks.len() {
-            bail!(
-                "the program has {} ranks, its cluster {} devices",
-                program.ranks.len(),
-                cluster.num_devices()
-            );
-        }
         let program = Verified::program(program)
             .map_err(|error| anyhow!("the program breaks a law: {}", Violation::from(error)))?;
         Ok(Task::Program { program, cluster })
@@ -128,6 +124,21 @@ impl<'a> Task<'a> {
         Ok(Task::Generate { talk: Cow::Owned(Talk::read(path, on_talked)?) })
     }
 
+    /// Reads the part that this rank was handed.
+    pub fn read_handed(path: &Path) -> Result<Self> {
+        Ok(Task::Handed(handed::read(path)?))
+    }
+
+    /// What each rank is handed, where it need not read and prove all of it.
+    pub fn hand(&self, rank: Rank, ranks: &[Rank], shares: &Shares) -> Option<Result<String>> {
+        match self {
+            Task::Plan { program, .. } | Task::Program { program, .. } => {
+                Some(handed::write(program, rank, ranks, shares))
+            }
+            _ => None,
+        }
+    }
+
     /// Reads the one document that is given.
     pub fn read(plan: Option<&Path>, step: Option<&Path>, sweep: Option<&Path>) -> Result<Self> {
         match (plan, step, sweep) {
@@ -149,7 +160,7 @@ impl<'a> Task<'a> {
     /// How a rank is told which kind of document to read.
     pub fn flag(&self) -> &'static str {
         match self {
-            Task::Plan { .. } | Task::Program { .. } => "--plan",
+            Task::Plan { .. } | Task::Program { .. } | Task::Handed(_) => "--handed",
             Task::Step { .. } => "--step",
             Task::Sweep { .. } => "--sweep",
             Task::Train { .. } => "--train",
@@ -171,6 +182,7 @@ impl<'a> Task<'a> {
                 let busy = (0..).map(Rank).zip(&program.ranks).filter(|(_, r)| !r.is_idle());
                 busy.map(|(rank, _)| rank).collect()
             }
+            Task::Handed(handed) => handed.ranks.clone(),
             Task::Step { step, .. } => {
                 let mut ranks: Vec<Rank> = step.ranks.iter().flatten().copied().collect();
                 ranks.sort_unstable();
@@ -190,6 +202,7 @@ impl<'a> Task<'a> {
     pub fn peers(&self, rank: Rank) -> Vec<Rank> {
         match self {
             Task::Plan { program, .. } | Task::Program { program, .. } => peers_of(program, rank),
+            Task::Handed(handed) => peers_of(handed.program.whole(), rank),
             Task::Step { lowered, .. } => peers_of(&lowered.program, rank),
             Task::Sweep { sweep } => sweep.peers(rank),
             Task::Train { training } => training.wiring.peers(rank),
@@ -200,7 +213,7 @@ impl<'a> Task<'a> {
     /// What ranks begin together: every run, or every case of a sweep.
     pub fn num_rounds(&self, repeat: u32) -> u32 {
         match self {
-            Task::Plan { .. } | Task::Program { .. } | Task::Step { .. } => repeat,
+            Task::Plan { .. } | Task::Program { .. } | Task::Handed(_) | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32,
             Task::Train { .. } | Task::Generate { .. } => 1,
         }
@@ -210,7 +223,9 @@ impl<'a> Task<'a> {
     /// starts, and before they look at what arrived.
     pub fn num_barriers(&self, repeat: u32) -> u32 {
         match self {
-            Task::Plan { .. } | Task::Program { .. } | Task::Step { .. } => 2 * self.num_rounds(repeat),
+            Task::Plan { .. } | Task::Program { .. } | Task::Handed(_) | Task::Step { .. } => {
+                2 * self.num_rounds(repeat)
+            }
             Task::Sweep { .. } | Task::Train { .. } | Task::Generate { .. } => self.num_rounds(repeat),
         }
     }
@@ -218,7 +233,7 @@ impl<'a> Task<'a> {
     /// How many times a rank takes down.
     pub fn num_times(&self, repeat: u32) -> u32 {
         match self {
-            Task::Plan { .. } | Task::Program { .. } | Task::Step { .. } => repeat,
+            Task::Plan { .. } | Task::Program { .. } | Task::Handed(_) | Task::Step { .. } => repeat,
             Task::Sweep { sweep } => sweep.cases.len() as u32 * repeat,
             Task::Train { .. } | Task::Generate { .. } => 1,
         }
@@ -231,6 +246,7 @@ impl<'a> Task<'a> {
                 Shares::of(&plan.problem.cluster, &plan.problem.topology, program)
             }
             Task::Program { program, cluster } => Shares::of(cluster, &Topology::new(cluster), program),
+            Task::Handed(handed) => handed.shares.clone(),
             Task::Step { step, lowered } => {
                 Shares::of(&step.cluster, &Topology::new(&step.cluster), &lowered.program)
             }
@@ -267,6 +283,7 @@ impl<'a> Task<'a> {
     pub fn program(&self) -> Option<&Program> {
         match self {
             Task::Plan { program, .. } | Task::Program { program, .. } => Some(program),
+            Task::Handed(handed) => Some(handed.program.whole()),
             Task::Step { lowered, .. } => Some(&lowered.program),
             Task::Sweep { .. } | Task::Train { .. } | Task::Generate { .. } => None,
         }
@@ -276,8 +293,9 @@ impl<'a> Task<'a> {
     pub fn tensor_name(&self, tensor: u32) -> String {
         let name = match self {
             Task::Plan { plan, .. } => plan.problem.reshards.get(tensor as usize).map(|r| &r.name),
-            Task::Program { program, .. } => {
-                return program.tensors.get(tensor as usize).map(|t| t.name.to_string()).unwrap_or_default();
+            Task::Program { .. } | Task::Handed(_) => {
+                let tensor = self.program().and_then(|program| program.tensors.get(tensor as usize));
+                return tensor.map(|t| t.name.to_string()).unwrap_or_default();
             }
             Task::Step { step, lowered } => {
                 let instance = lowered.instance_of.get(tensor as usize);
@@ -300,6 +318,7 @@ impl<'a> Task<'a> {
             Task::Plan { program, .. } | Task::Program { program, .. } => {
                 execute(program.rank(rank), links, options, barrier)
             }
+            Task::Handed(handed) => execute(handed.program.clone(), links, options, barrier),
             Task::Step { step, lowered } => {
                 let device = VirtualDevice::new().map_err(|e| CommError::System {
                     me: rank,

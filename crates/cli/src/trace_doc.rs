@@ -1,7 +1,7 @@
 //! A trace as a document, `crossmesh.trace/1`: when every op of every rank ran, predicted or measured.
 //!
 //! It travels in the Chrome trace that `simulate --trace` and `run --trace` write, under the key `crossmesh`; a viewer
-//! does not mind. `docs/trace-format.md` has the fields.
+//! does not mind. `docs/plan-format.md` has the fields.
 
 use anyhow::{Context, Result, bail};
 use crossmesh_core::program::OpKind;

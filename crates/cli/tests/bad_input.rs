@@ -163,8 +163,14 @@ fn files_that_are_none() {
         ] {
             let stderr = refused(args);
             assert!(stderr.contains(why) && stderr.contains(path), "{args:?}: {stderr}");
+            assert!(path != missing || stderr.contains("\nhint: "), "{args:?}: {stderr}");
         }
     }
+    for args in [&["train", &missing][..], &["generate", &missing], &["checkpoint", "show", &missing]] {
+        let stderr = refused(args);
+        assert!(stderr.contains(&missing) && stderr.contains("\nhint: "), "{args:?}: {stderr}");
+    }
+    assert!(refused(&["verify", "/dev/zero"]).contains("it is a device\nhint: "));
     assert!(refused(&["bench", "reshard", "--predict", "--suite", &folder]).contains("it is a directory"));
     assert!(refused(&["bench", "reshard", "--predict", "--suite", &missing]).contains("no suite"));
 }
@@ -202,6 +208,7 @@ fn plan_documents_that_make_no_sense() {
         (with(&|d| d["transfers"] = Value::Null), "not a plan document"),
         (with(&|d| d["cluster"]["hosts"][0]["nic_out_bytes_per_s"] = 0.into()), "cluster"),
         (with(&|d| d["cluster"]["hosts"][0]["devices"] = 4_000_000_000u64.into()), "cluster"),
+        (with(&|d| d["cluster"]["hosts"] = Value::Array(vec![])), "the cluster has 0 devices"),
         (with(&|d| d["predicted_s"] = (-1.0).into()), "predicted_s"),
     ] {
         let path = scratch.file("plan.json", &text);

@@ -107,14 +107,16 @@ fn goes_out_and_comes_back() {
     let file = out.join("model.safetensors");
     let said = ok(&["checkpoint", "import", text(&file), "-o", text(&back)]).stdout;
     assert!(said.ends_with("vocab 11, context 4, width 6, 1 layer, 3 heads, hidden 24, tied\n"), "{said}");
-    ok(&["checkpoint", "export", text(&back), "-o", text(&again)]);
+    let told = ok(&["checkpoint", "export", text(&back), "-o", text(&again), "--json"]).json();
+    assert_eq!((&told["schema"], &told["as_imported"]), (&"crossmesh.export/1".into(), &true.into()));
+    assert_eq!(told["model"].as_str(), again.join("model.safetensors").to_str());
     assert_eq!(std::fs::read(&file).unwrap(), std::fs::read(again.join("model.safetensors")).unwrap());
     let error = refused(&["checkpoint", "import", text(&file), "-o", text(&back)]);
     assert!(error.contains("already\nhint: import into a new folder"), "{error}");
     std::fs::remove_file(out.join("config.json")).unwrap();
     let error = refused(&["checkpoint", "import", text(&file), "-o", text(&scratch.path().join("c"))]);
     assert!(error.contains("hint: give their number"), "{error}");
-    ok(&[
+    let told = ok(&[
         "checkpoint",
         "import",
         text(&file),
@@ -124,7 +126,10 @@ fn goes_out_and_comes_back() {
         "f64",
         "-o",
         text(&scratch.path().join("c")),
+        "--json",
     ]);
+    let told = told.json();
+    assert_eq!((&told["schema"], &told["config"]["heads"]), (&"crossmesh.import/1".into(), &2.into()));
 }
 
 #[test]
@@ -139,4 +144,58 @@ fn what_is_not_there_is_named() {
     assert!(error.contains("cannot open"), "{error}");
     let error = refused(&["checkpoint", "import", text(scratch.path()), "-o", text(scratch.path())]);
     assert!(error.contains("it is no file"), "{error}");
+}
+
+#[test]
+fn explains_a_conversion_for_people_and_for_programs() {
+    let scratch = Scratch::new();
+    saved(&scratch.path().join("run"));
+    let (run, out) = (scratch.path().join("run"), scratch.path().join("out"));
+    let convert = ["checkpoint", "convert", text(&run), "--to", "torch_dist", "--tp", "2"];
+    let with = |more: &[&str]| ok(&[&convert[..], more].concat());
+    let said = with(&["--explain"]).stdout;
+    for says in [
+        "\nnames    by the map gpt2\nreads    ",
+        " to compare hashes ",
+        "\nwrites   ",
+        " from crossmesh to torch_dist: reads ",
+    ] {
+        assert!(said.contains(says), "{says}\n{said}");
+    }
+    let document = with(&["--explain", "--format", "json"]).json();
+    assert_eq!(document["schema"], "crossmesh.checkpoint-explain/1");
+    let part = &document["files"][0]["parts"][0];
+    assert!(part["tensor"].is_string() && part["from"][0]["file"].is_string(), "{part}");
+    assert!(!scratch.path().join("out").exists());
+    // What it is going to read and write is what it has read and written then.
+    let done = with(&["-o", text(&out), "--format", "json"]).json();
+    assert_eq!(done["bytes_read"], document["reads"]["bytes"]);
+    assert_eq!(done["bytes_written"], document["writes"]["bytes"]);
+    // Hugging Face has no place for an optimizer's states.
+    let said = ok(&["checkpoint", "convert", text(&run), "--to", "hf", "--explain"]).stdout;
+    assert!(said.contains("/momentum") && said.contains(", for hf has no place for them\n"), "{said}");
+}
+
+#[test]
+fn maps_that_come_along_are_listed_and_printed() {
+    let said = ok(&["checkpoint", "maps"]).stdout;
+    assert!(said.lines().any(|line| line.starts_with("qwen3_moe  fused, hf, megatron")), "{said}");
+    let listed = ok(&["checkpoint", "maps", "--format", "json"]).json();
+    assert_eq!(listed["maps"].as_array().unwrap().len(), 5);
+    let scratch = Scratch::new();
+    let mine = scratch.path().join("mine.toml");
+    let map = ok(&["checkpoint", "maps", "gpt2"]).stdout;
+    assert!(map.contains("family = \"gpt2\""), "{map}");
+    // What is printed is a map: the same as the one that comes along.
+    std::fs::write(&mine, map).unwrap();
+    saved(&scratch.path().join("run"));
+    let run = scratch.path().join("run");
+    let explained = |names: &str| {
+        let args = ["checkpoint", "convert", text(&run), "--to", "torch_dist", "--names", names, "--explain"];
+        ok(&args).stdout
+    };
+    assert_eq!(explained("gpt2"), explained(text(&mine)));
+    assert_eq!(ok(&["checkpoint", "maps", "gpt2", "--format", "json"]).json()["family"], "gpt2");
+    let error = refused(&["checkpoint", "maps", "bert"]);
+    assert!(error.contains("no map called `bert` comes along\nhint: one of llama, "), "{error}");
 }

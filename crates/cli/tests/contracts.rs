@@ -197,11 +197,25 @@ fn diff_names_tensors_and_says_when_clusters_differ() {
     assert_eq!(std::fs::read(&a).unwrap()[..2], [0x1f, 0x8b], "packed, as its name says");
     ok(&["verify", &a]);
     let said = crossmesh(&["diff", &a, &b]);
-    for part in ["cluster ", "10 Gbit/s", "25 Gbit/s", "the clusters differ", "large [", "small ["] {
+    for part in
+        ["cluster host 0-2 nic", "10 Gbit/s", "25 Gbit/s", "the clusters differ", "large [", "small ["]
+    {
         assert!(said.stdout.contains(part), "{part} in {}", said.stdout);
     }
     let at = |part: &str| said.stdout.find(part).unwrap();
     assert!(at("large [") < at("small ["), "the largest first: {}", said.stdout);
+    // What each tensor costs in both: bytes, transfers, time; the largest difference first.
+    let json = crossmesh(&["diff", &a, &b, "--json"]).json();
+    assert_eq!(json["clusters_differ"], true);
+    let tensors = json["tensors"].as_array().unwrap();
+    assert_eq!(tensors[0]["name"], "large");
+    for field in ["a_bytes", "b_bytes", "a_transfers", "b_transfers", "a_s", "b_s"] {
+        assert!(tensors[0][field].as_f64().unwrap() > 0.0, "{field} of {json}");
+    }
+    let changes: Vec<f64> =
+        json["changed"].as_array().unwrap().iter().filter_map(|c| c["change"].as_f64()).collect();
+    let sizes: Vec<f64> = changes.iter().map(|c| c.ln_1p().abs()).collect();
+    assert!(sizes.is_sorted_by(|a, b| a >= b) && changes.iter().all(|c| *c != 0.0), "{json}");
 }
 
 #[test]
@@ -336,6 +350,115 @@ fn every_command_has_help_with_examples() {
     assert!(ok(&["bench", "--help"]).stdout.contains("Examples:"));
 }
 
+/// `crossmesh help explain` says what `crossmesh explain --help` says; of commands below commands, too.
+#[test]
+fn help_knows_every_command() {
+    for command in [&["explain"][..], &["train"], &["bench", "reshard"], &["checkpoint", "convert"]] {
+        let help = ok(&[&["help"][..], command].concat());
+        assert_eq!(help.stdout, ok(&[command, &["--help"]].concat()).stdout, "{command:?}");
+        assert!(help.stdout.contains("Usage: crossmesh "), "{command:?}");
+    }
+    let explain = ok(&["help", "explain"]).stdout;
+    let above = explain.lines().take_while(|line| !line.trim_start().starts_with("--flight"));
+    let heading = above.filter(|line| line.ends_with(':') && !line.starts_with(' ')).last();
+    assert_eq!(heading, Some("Failed runs:"), "a flag stands under what it belongs to\n{explain}");
+    assert!(refused(&["help", "explains"]).contains("explains"));
+}
+
+/// What `plan` says of a file it wrote, for programs; the file is the plan.
+#[test]
+fn plan_says_what_it_wrote_in_json() {
+    let scratch = Scratch::new();
+    let path = scratch.at("plan.json");
+    let said = ok(&["plan", SRC, DST, "-o", &path, "--json"]).json();
+    let doc: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    assert_eq!((&said["schema"], &said["file"]), (&"crossmesh.planned/1".into(), &path.as_str().into()));
+    assert_eq!((&said["predicted_s"], &said["bytes"]), (&doc["predicted_s"], &doc["bytes"]));
+    assert_eq!(said["transfers"], doc["transfers"].as_array().unwrap().len());
+    // To stdout, the plan is the answer.
+    assert_eq!(ok(&["plan", SRC, DST, "--json"]).json(), doc);
+}
+
+/// 64 devices on one host is nobody's machine: every place that shows times says what was assumed.
+#[test]
+fn assumed_hosts_are_said_everywhere() {
+    let scratch = Scratch::new();
+    let (src, dst) = ("f32[64,8]@T{fsdp:64}(fsdp,_)", "f32[64,8]@I{tp:4}(_,tp)");
+    let (plan, page) = (scratch.at("plan.json"), scratch.at("page.html"));
+    let words = "one host of 64 devices is assumed, the length of a mesh's last axis";
+    assert!(ok(&["explain", src, dst, "--html", &page]).stdout.contains(words));
+    assert!(std::fs::read_to_string(&page).unwrap().contains("one host of 64 devices is assumed"));
+    assert!(ok(&["plan", src, dst, "-o", &plan]).stdout.contains(words));
+    let told = |args: &[&str]| ok(args).json()["assumed"].as_str().unwrap_or_default().to_string();
+    assert!(told(&["explain", src, dst, "--json"]).contains(words));
+    assert!(told(&["plan", src, dst, "-o", &plan, "--json"]).contains(words));
+    let (small, wide) = ("f32[17]@T{x:17}(x)", "f32[17]@I{y:1}(_)");
+    assert!(ok(&["run", small, wide]).stdout.contains("one host of 17 devices is assumed"));
+    assert!(told(&["run", small, wide, "--json"]).contains("one host of 17 devices is assumed"));
+    // Several NICs are of hosts of eight, and that is said as well; a host that was asked for is not assumed.
+    let several = ok(&["explain", src, dst, "--nics", "8"]).stdout;
+    assert!(
+        several.contains("hosts of 8 devices are assumed") && several.contains("on 9 hosts"),
+        "{several}"
+    );
+    let asked = ok(&["explain", src, dst, "--devices-per-host", "32"]).stdout;
+    assert!(!asked.contains("assumed") && asked.contains("on 3 hosts"), "{asked}");
+    // A model's hosts have eight devices; only what was not given is assumed.
+    let model = scratch.at("model.json");
+    let config = r#"{"model_type": "llama", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 40, "vocab_size": 50}"#;
+    std::fs::write(&model, config).unwrap();
+    let of_model = ["--model", &model, "--src", "fsdp 16", "--dst", "tp 2"];
+    let said =
+        |command: &[&str], flags: &[&str]| ok(&[command, &of_model, flags, &["--json"]].concat()).json();
+    let nics = ["--nics", "8", "--nic", "400Gbit"];
+    for (flags, words) in [
+        (
+            &[][..],
+            "hosts of 8 devices with one 10 Gbit/s NIC each are assumed; --devices-per-host, --nics, --nic or --cluster",
+        ),
+        (
+            &nics[..2],
+            "hosts of 8 devices with NICs of 10 Gbit/s are assumed; --devices-per-host, --nic or --cluster",
+        ),
+        (
+            &nics[2..],
+            "hosts of 8 devices with one NIC each are assumed; --devices-per-host, --nics or --cluster",
+        ),
+        (&nics, "hosts of 8 devices are assumed; --devices-per-host or --cluster"),
+        (
+            &["--devices-per-host", "4"],
+            "hosts with one 10 Gbit/s NIC each are assumed; --nics, --nic or --cluster",
+        ),
+    ] {
+        let answer = said(&["explain"], flags);
+        let assumed = answer["assumed"].as_str().unwrap_or_default();
+        assert!(assumed.starts_with(words) && assumed.ends_with(" say otherwise"), "{flags:?}: {assumed}");
+        assert_eq!(said(&["plan", "-o", &plan], flags)["assumed"], answer["assumed"]);
+    }
+    let all = said(&["explain"], &[&nics[..], &["--devices-per-host", "8"]].concat());
+    assert_eq!(all["assumed"], serde_json::Value::Null);
+}
+
+/// Tensors that the source has apart, inside of what the destination has in one: planned, proven, and run with every element checked.
+#[test]
+fn a_model_goes_unfused_into_fused_parameters() {
+    let scratch = Scratch::new();
+    let (model, plan) = (scratch.at("model.json"), scratch.at("plan.json"));
+    let config = r#"{"model_type": "llama", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 40, "vocab_size": 50}"#;
+    std::fs::write(&model, config).unwrap();
+    let of_model = ["--model", &model, "--src", "fsdp 4", "--dst", "tp 2", "--devices-per-host", "4"];
+    ok(&[&["plan"], &of_model[..], &["--dst-fused", "-o", &plan]].concat());
+    let text = std::fs::read_to_string(&plan).unwrap();
+    assert!(text.contains("self_attn.q_proj.weight") && !text.contains("qkv_proj"), "{text}");
+    assert!(text.contains(" at 288"), "k of the first device lies behind its half of q");
+    ok(&["verify", &plan]);
+    ok(&["run", &plan]);
+    let both = refused(&[&["plan"], &of_model[..], &["--fused", "--dst-fused", "-o", &plan]].concat());
+    assert!(both.contains("--dst-fused"), "{both}");
+}
+
 #[test]
 fn shells_get_completions() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
@@ -384,4 +507,25 @@ fn a_whole_model_is_planned_by_name() {
     assert!(said.stdout.contains("tp of 14336+14336"), "{}", said.stdout);
     let stderr = refused(&["explain", "--model", "llama3-9b", "--src", "fsdp 4", "--dst", "tp 2"]);
     assert!(stderr.contains("llama3-8b"), "{stderr}");
+}
+
+/// Llama-3-70B from 64 trainers to 32 servers: every tensor, its plan proven, small on disk, and a page that says what takes longest. How
+/// long it takes is in bench/results: a busy machine would fail a limit.
+#[test]
+fn the_largest_model_of_the_guide_is_planned_whole() {
+    let scratch = Scratch::new();
+    let model = ["--model", "llama3-70b", "--src", "fsdp 64", "--dst", "dp 4, tp 8"];
+    let (plan, page) = (scratch.at("plan.json.gz"), scratch.at("page.html"));
+    ok(&[&["plan"][..], &model, &["-o", &plan]].concat());
+    assert!(std::fs::metadata(&plan).unwrap().len() <= 15_000_000, "compact on disk");
+    assert!(ok(&["verify", &plan]).stdout.contains("every element arrives exactly once"));
+    let said = ok(&[&["explain"][..], &model, &["--html", &page]].concat()).stdout;
+    assert!(said.starts_with("reshard 723 tensors, 131 GiB "), "{said}");
+    let longest = said.lines().find_map(|line| line.trim().split_once(" takes longest: ")).unwrap().0;
+    assert!(
+        said.lines().any(|line| line.starts_with(&format!("  {longest}  "))),
+        "it is in the table: {said}"
+    );
+    let page = std::fs::read_to_string(&page).unwrap();
+    assert!(page.len() < 1_000_000 && page.contains(&format!("<td>{longest}</td>")), "{}", page.len());
 }

@@ -25,6 +25,19 @@ fn every_rank_knows_its_place() {
     assert_eq!(sorted_lines(&said.stdout), expected);
 }
 
+#[test]
+fn how_a_job_ended_is_a_document_too() {
+    let fine = crossmesh(&["launch", "-n", "2", "--json", "--", "sh", "-c", "echo $RANK"]);
+    assert_eq!(sorted_lines(&fine.stderr), ["[0] 0", "[1] 1"], "stdout is for the document");
+    let end = fine.json();
+    assert_eq!((&end["schema"], &end["outcome"]), (&"crossmesh.launch/1".into(), &"done".into()));
+    assert_eq!((&end["ranks"], &end["hosts"], &end["exit_code"]), (&2.into(), &1.into(), &0.into()));
+    let failed = "test $RANK = 1 && exit 9; sleep 60";
+    let failed = crossmesh(&["launch", "-n", "2", "--format", "json", "--", "sh", "-c", failed]);
+    assert_eq!((failed.code, &failed.json()["outcome"]), (9, &"failed".into()));
+    assert_eq!((&failed.json()["failed_rank"], &failed.json()["exit_code"]), (&1.into(), &9.into()));
+}
+
 /// A reader that takes its time gets every line.
 #[test]
 fn a_slow_reader_gets_all_of_the_output() {

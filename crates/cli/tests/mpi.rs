@@ -148,7 +148,7 @@ fn failed_within(child: std::process::Child, ranks: &BTreeMap<u32, u32>, limit: 
     assert!(eventually(limit, || waiting.is_finished()), "mpirun is still there");
     let out = waiting.join().unwrap().unwrap();
     assert!(!out.status.success());
-    assert!(eventually(Duration::from_secs(2), || ranks.values().all(|pid| !alive(*pid))));
+    assert!(eventually(Duration::from_secs(10), || ranks.values().all(|pid| !alive(*pid))));
     String::from_utf8(out.stderr).unwrap()
 }
 
@@ -157,7 +157,7 @@ fn a_killed_rank_ends_the_job() {
     let (child, ranks) = long_run(&[]);
     signal(ranks[&1], "-KILL");
     // OpenMPI sees its own processes die, and is quicker than any of ours.
-    let stderr = failed_within(child, &ranks, Duration::from_secs(6));
+    let stderr = failed_within(child, &ranks, Duration::from_secs(30));
     assert!(stderr.contains("rank 1") || stderr.contains("error: r1 on "), "{stderr}");
 }
 
@@ -167,7 +167,7 @@ fn a_stopped_rank_is_named_by_the_deadline() {
     for rank in [0, 1, 2] {
         let (child, ranks) = long_run(&["--deadline", "1s"]);
         signal(ranks[&rank], "-STOP");
-        let stderr = failed_within(child, &ranks, Duration::from_secs(10));
+        let stderr = failed_within(child, &ranks, Duration::from_secs(30));
         assert!(stderr.contains(&format!("error: r{rank} on ")), "r{rank} was stopped: {stderr}");
     }
 }

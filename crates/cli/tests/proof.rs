@@ -116,6 +116,20 @@ fn an_order_through_a_sender_alone_is_a_race() {
     let (src, dst) = ("f32[131073]@A{d:2}(_ | sum d)", "f32[131073]@B{x:1}(_)");
     let path = by_hand(&scratch, "race.json", src, dst, 1 << 20, &transfers);
     is_refused(&path, "race", &["the receive of t2 on r2 from r1", "the receive of t0 on r2 from r0"]);
+    // The same box by box, over six transfers, of which one lacks the order at r2; and with it.
+    let both = |last: &'static [u32]| -> [Transfer<'static>; 6] {
+        [
+            (0, 2, [0, 65_537], &[], false),
+            (0, 2, [65_537, 131_073], &[], false),
+            (0, 1, [0, 65_537], &[0], true),
+            (0, 1, [65_537, 131_073], &[1], true),
+            (1, 2, [0, 65_537], &[2, 0], false),
+            (1, 2, [65_537, 131_073], last, false),
+        ]
+    };
+    let path = by_hand(&scratch, "six.json", src, dst, 1 << 20, &both(&[3]));
+    is_refused(&path, "race", &["the receive of t5 on r2 from r1", "the receive of t1 on r2 from r0"]);
+    runs_right(&by_hand(&scratch, "ordered.json", src, dst, 1 << 20, &both(&[3, 1])));
 }
 
 #[test]
@@ -188,7 +202,7 @@ fn programs_are_documents() {
     type Case<'a> = (&'a str, &'a str, &'a dyn Fn(&mut Value));
     let cases: [Case; 5] = [
         ("buffer.json", "names buffer 77", &|d| d["ranks"][0]["tiles"][0]["buffer"] = 77.into()),
-        ("box.json", "the tensor", &|d| d["boxes"][0] = json!([[0, 900], [0, 6]])),
+        ("box.json", "[0:900, 0:6]", &|d| d["boxes"][0] = json!([[0, 900], [0, 6]])),
         ("cycle.json", "wait for each other", &|d| d["ranks"][0]["ops"][0]["after"] = json!([0])),
         ("size.json", "more bytes", &|d| d["tensors"][0]["shape"] = json!([u64::MAX, 6])),
         ("bytes.json", "is stated as", &|d| d["ranks"][0]["ops"][0]["bytes"] = u64::MAX.into()),
@@ -197,14 +211,49 @@ fn programs_are_documents() {
         let path = bad(name, edit);
         let verdict = crossmesh(&["verify", &path]);
         assert_eq!(verdict.code, 1, "{name}: {}", verdict.stdout);
-        let run = refused(&["run", &path]);
-        assert!(run.contains("breaks a law"), "{name}: {run}");
-        let said = verdict.stdout + &run;
-        assert!(said.contains(words) || name == "box.json", "{name}: {said}");
+        let mut said = verdict.stdout;
+        for command in ["run", "simulate"] {
+            let error = refused(&[command, &path]);
+            assert!(error.contains("breaks a law"), "{command} {name}: {error}");
+            said += &error;
+        }
+        assert!(said.contains(words), "{name}: {said}");
+    }
+    // A cluster proves nothing, and yet what is proven is to run.
+    let clusters: [Case; 2] = [
+        ("few.json", "the program has 5 ranks, its cluster 0 devices\nhint: ", &|d| {
+            d["cluster"]["hosts"] = json!([]);
+        }),
+        ("still.json", "local_bytes_per_s", &|d| d["cluster"]["hosts"][0]["local_bytes_per_s"] = 0.into()),
+    ];
+    for (name, words, edit) in clusters {
+        let path = bad(name, edit);
+        for command in ["verify", "simulate", "run"] {
+            let error = refused(&[command, &path]);
+            assert!(error.contains(words) && error.contains(name), "{command}: {error}");
+        }
     }
     let newer = scratch.at("newer.json");
     std::fs::write(&newer, doc.replace("crossmesh.program/1", "crossmesh.program/9")).unwrap();
-    assert!(refused(&["verify", &newer]).contains("newer"));
+    // 2^64 is one more than any size can be.
+    let huge = scratch.at("huge.json");
+    std::fs::write(
+        &huge,
+        doc.replacen("\"shape\": [8", "\"shape\": [18446744073709551616", 1).replacen(
+            "\"shape\":[8",
+            "\"shape\":[18446744073709551616",
+            1,
+        ),
+    )
+    .unwrap();
+    for command in ["verify", "simulate", "run"] {
+        assert!(refused(&[command, &newer]).contains("newer"), "{command}");
+        let error = refused(&[command, &huge]);
+        assert!(
+            error.contains("not a program document") && error.contains("huge.json"),
+            "{command}: {error}"
+        );
+    }
     let cut = scratch.at("cut.json");
     std::fs::write(&cut, &doc[..doc.len() / 2]).unwrap();
     for command in ["verify", "simulate", "run"] {

@@ -1,11 +1,13 @@
-//! The README shows commands and what they print. This runs them and compares.
+//! The README and the first guide show commands and what they print. This runs them and compares.
 //!
-//! A block starts with ```` ```console ````, a command with `$ `; a line `…` stands for any lines. With `UPDATE_DOCS=1` the
+//! Blocks of ```` ```sh ```` are run by a shell, one behind the other in one folder, as a reader would type them. A block of output starts with ```` ```console ````, a command with `$ `; a line `…` stands for any lines. With `UPDATE_DOCS=1` the
 //! blocks are written anew: as many lines as before in front of and behind the `…`, or all of them where there is none.
 
 mod common;
 
 use std::path::PathBuf;
+
+use common::{Scratch, said, shell, shell_blocks};
 
 const MAIN_JOB: &str = "cargo run --release -p crossmesh-cli --bin crossmesh -- ";
 
@@ -127,9 +129,70 @@ fn the_guide_shows_what_is_printed() {
     check("docs/first-plan.md");
 }
 
+/// Every command of the guide, as it stands there.
+#[test]
+fn the_guide_runs_line_by_line() {
+    let text = std::fs::read_to_string(page("docs/first-plan.md")).unwrap();
+    let scratch = Scratch::new();
+    let blocks = shell_blocks(&text);
+    assert!(blocks.len() >= 6, "{blocks:?}");
+    for block in blocks {
+        let out = said(&mut shell(&block, scratch.path()));
+        assert_eq!(out.code, 0, "{block}\n{}{}", out.stdout, out.stderr);
+    }
+    for file in ["report.html", "nics.svg", "plan.json", "other.json"] {
+        assert!(scratch.path().join(file).is_file(), "{file}");
+    }
+}
+
+/// The main job says what the README shows, line by line; its numbers are those of a whole run, and this one is short.
+#[test]
+fn the_main_job_tells_what_the_readme_shows() {
+    let text = std::fs::read_to_string(page("README.md")).unwrap();
+    let job = shell_blocks(&text).into_iter().find(|block| block.starts_with(MAIN_JOB)).unwrap();
+    let words = job
+        .trim()
+        .strip_prefix(MAIN_JOB)
+        .unwrap()
+        .replace("examples/", &format!("{}/", page("examples").display()));
+    let shown = text.split("```text\n").nth(1).unwrap().split("```").next().unwrap();
+    let scratch = Scratch::new();
+    let short = ["--set", "train.steps=20", "--set", "checkpoint.every=20"];
+    let out = said(common::binary().args(split(&words)).args(short).current_dir(scratch.path()));
+    assert_eq!(out.code, 0, "{}{}", out.stdout, out.stderr);
+    let printed = out.stdout + &out.stderr;
+    let first = |line: &str| line.split_whitespace().next().unwrap_or_default().to_string();
+    for line in shown.lines().filter(|line| *line != "…") {
+        let word = first(line);
+        assert!(printed.lines().any(|l| first(l) == word), "no line `{word} …` in\n{printed}");
+    }
+    assert!(printed.contains("trained gpt-mini to step 20 in "), "{printed}");
+}
+
 #[test]
 fn the_page_on_schedules_shows_what_is_printed() {
     check("docs/schedules.md");
+}
+
+/// Every command of the page on fused layouts plans to within a few percent of the bound, and its file of pairs is one.
+#[test]
+fn the_commands_of_fused_layouts_run() {
+    let text = std::fs::read_to_string(page("docs/fused-layouts.md")).unwrap();
+    let examples = shown(&text);
+    assert!(examples.len() >= 4, "{}", examples.len());
+    for example in examples {
+        let words = example.command.strip_prefix("crossmesh ").unwrap();
+        let out = said(common::binary().args(split(words)));
+        assert_eq!(out.code, 0, "{}\n{}", example.command, out.stderr);
+        let over = out.last_line().rsplit(", ").next().and_then(|end| end.strip_suffix(" × the bound"));
+        let over: f64 = over.unwrap_or_else(|| panic!("{}", out.stdout)).parse().unwrap();
+        assert!((1.0..1.1).contains(&over), "{}: {over}", example.command);
+    }
+    let pairs = text.split("```text\n").find(|block| block.starts_with("q: ")).unwrap();
+    let scratch = Scratch::new();
+    let file = scratch.file("pairs.txt", pairs.split("```").next().unwrap());
+    let out = common::ok(&["explain", file.to_str().unwrap()]);
+    assert!(out.stdout.starts_with("reshard 3 tensors, "), "{}", out.stdout);
 }
 
 #[test]

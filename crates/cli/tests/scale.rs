@@ -1,4 +1,4 @@
-//! Many ranks on one machine: they meet, and each of them needs little.
+//! Many ranks on one machine: they meet in time, and each of them needs little.
 //!
 //! `CROSSMESH_SWEEP=1024 cargo test --release -p crossmesh-cli --test scale -- --nocapture` does it with 1,024 and prints what
 //! it took.
@@ -7,16 +7,19 @@
 
 mod common;
 
+use std::fs::File;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use common::binary;
-use crossmesh_testkit::machine::{descendants, eventually};
+use common::{Scratch, binary};
+use crossmesh_testkit::machine::{descendants, eventually, slowness};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Beside those that its program needs.
 const DESCRIPTORS: usize = 32;
 const RESIDENT_BYTES: u64 = 12 << 20;
+/// For 1,024 to meet on two cores that do nothing else; fewer, unoptimized and beside other tests, get as long.
+const MEETING_S: f64 = 15.0;
 
 /// While they meet, all may knock at the first rank at once, beside strangers.
 const STRANGERS: usize = 128;
@@ -25,6 +28,7 @@ const STRANGERS: usize = 128;
 /// they meet, and the fewest since, which is what it keeps.
 #[derive(Debug, Default)]
 struct Most {
+    first: Option<u32>,
     descriptors: usize,
     first_descriptors: usize,
     first_keeps: usize,
@@ -39,18 +43,26 @@ impl Most {
             if !String::from_utf8_lossy(&line).contains("\0rank\0") {
                 continue;
             }
-            let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count);
             match is_first(pid) {
-                true if descriptors >= self.first_descriptors => {
-                    (self.first_descriptors, self.first_keeps) = (descriptors, descriptors);
-                }
-                true if descriptors > 0 => self.first_keeps = self.first_keeps.min(descriptors),
-                true => {}
-                false => self.descriptors = self.descriptors.max(descriptors),
+                true => self.first = Some(pid),
+                false => self.descriptors = self.descriptors.max(descriptors_of(pid)),
             }
             self.resident_bytes = self.resident_bytes.max(own_bytes(pid));
         }
     }
+
+    fn look_at_first(&mut self) {
+        let descriptors = self.first.map_or(0, descriptors_of);
+        if descriptors >= self.first_descriptors {
+            (self.first_descriptors, self.first_keeps) = (descriptors, descriptors);
+        } else if descriptors > 0 {
+            self.first_keeps = self.first_keeps.min(descriptors);
+        }
+    }
+}
+
+fn descriptors_of(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
 
 fn is_first(pid: u32) -> bool {
@@ -77,14 +89,23 @@ fn many_ranks_meet_and_need_little() {
         format!("f32[{},256]@A{{x:{half}}}(x,_)", 4 * half),
         format!("f32[{},256]@B{{x:{half}}}(x,_)", 4 * half),
     );
-    let begun = Instant::now();
+    let (begun, slowness) = (Instant::now(), slowness());
     let mut command = binary();
     command.args(["run", &from, &to, "--arrive", "60s", "--deadline", "20s", "--format", "json"]);
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // Of a thousand ranks there is more to say than a pipe holds that nobody reads meanwhile.
+    let scratch = Scratch::new();
+    let report = scratch.path().join("report.json");
+    command.stdin(Stdio::null()).stdout(File::create(&report).unwrap()).stderr(Stdio::piped());
     let mut launcher = command.spawn().unwrap();
-    let mut most = Most::default();
+    let (mut most, mut next) = (Most::default(), begun);
     let over = eventually(PATIENCE, || {
-        most.look(launcher.id());
+        // A look at a thousand processes takes a good part of a second of a processor that they need, too.
+        let looked = Instant::now();
+        if looked >= next {
+            most.look(launcher.id());
+            next = Instant::now() + 4 * looked.elapsed();
+        }
+        most.look_at_first();
         launcher.try_wait().unwrap().is_some()
     });
     let took = begun.elapsed();
@@ -96,10 +117,13 @@ fn many_ranks_meet_and_need_little() {
     let said = launcher.wait_with_output().unwrap();
     let stderr = String::from_utf8_lossy(&said.stderr);
     assert!(said.status.success(), "{stderr}");
-    let report: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
     assert_eq!((&report["verified"], &report["ranks"]), (&true.into(), &ranks.into()));
-    println!("{ranks} ranks: {took:.1?} from start to end, at most {most:?}");
-    // Everybody exchanges with one other.
+    let met_s = report["met_s"].as_f64().expect("the launcher says when it started");
+    println!("{ranks} ranks: met in {met_s:.1} s, {took:.1?} from start to end, at most {most:?}");
+    assert!(met_s > 0.0 && met_s <= MEETING_S * slowness, "they met in {met_s:.1} s");
+    // Everybody exchanges with one other. While all knock, the first one has two for each: one that proves itself, and one of a rank
+    // that was told whom to hang under and has not closed it yet.
     assert!(most.descriptors <= DESCRIPTORS + 1 && most.first_keeps <= DESCRIPTORS + 1, "{most:?}");
     assert!(most.first_descriptors <= DESCRIPTORS + STRANGERS + 2 * ranks as usize, "{most:?}");
     assert!(most.resident_bytes <= RESIDENT_BYTES, "{most:?}");

@@ -81,6 +81,8 @@ fn text_shows_rows_bubbles_and_the_answer_last() {
          device 1  ...F0 BW0   F1 BW1   ......  idle 33.3 %  peak 1\n\n\
          F forward, BW backward, . idle\n\
          bubble: ramp 16.7 %, dependency 16.7 %; inside a step 33.3 %\n\
+         busiest: every device, computes 6 of 9\n\
+         critical path: 0F0 1F0…1BW1 (4) 0BW1; passes 9, messages 0\n\
          1.500 × 6, which no schedule of these layers on these devices beats\n\
          makespan 9, bubble 33.3 %, 2 activations of its layers at most on device 0\n"
     );

@@ -18,7 +18,7 @@ fn root() -> PathBuf {
 
 #[test]
 fn every_example_is_a_config() {
-    for name in ["gpt-mini", "llama-mini", "gpt-text", "u-transformer", "three-meshes"] {
+    for name in ["gpt-mini", "llama-mini", "llama-124m", "gpt-text", "u-transformer", "three-meshes"] {
         let path = format!("examples/{name}.toml");
         let said = said(binary().current_dir(root()).args(["train", &path, "--dry-run", "--json"]));
         assert_eq!((said.code, said.stderr.as_str()), (0, ""), "{name}: {}", said.stdout);
@@ -30,6 +30,9 @@ fn every_example_is_a_config() {
             ranks.iter().all(|r| r["weights"].as_u64() > Some(0) && r["activations"].as_u64() > Some(0)),
             "{name}"
         );
+        if name == "llama-124m" {
+            assert_eq!(dry["parameters"], 124_668_672);
+        }
         if name == "three-meshes" {
             let meshes: Vec<&str> =
                 dry["stages"].as_array().unwrap().iter().map(|s| s["mesh"].as_str().unwrap()).collect();
@@ -50,6 +53,29 @@ fn a_dry_run_says_what_the_pieces_say() {
     );
     assert!(said.last_line().starts_with("predicted  a step takes "), "{}", said.stdout);
     assert!(!run.scratch.path().join("runs").exists(), "it writes nothing");
+}
+
+/// A model that no laptop holds can be looked at.
+#[test]
+fn a_dry_run_of_llama_3_8b_counts_its_parameters() {
+    let run = Run::new();
+    run.scratch.file(
+        "8b.toml",
+        "[model]\npreset = \"llama3-8b\"\n[data]\nkind = \"language\"\n[train]\ndtype = \"bf16\"\nbatch = 8\nmicrobatches = 4\n\
+         [optimizer]\nzero = 1\n[[stage]]\nrepeat = 4\nmesh = \"dp 2, tp 8\"\n",
+    );
+    let said =
+        said(binary().current_dir(run.scratch.path()).args(["train", "8b.toml", "--dry-run", "--json"]));
+    assert_eq!((said.code, said.stderr.as_str()), (0, ""), "{}", said.stdout);
+    let dry = said.json();
+    assert_eq!(dry["parameters"], 8_030_261_248_u64);
+    let (stages, ranks) = (dry["stages"].as_array().unwrap(), dry["ranks"].as_array().unwrap());
+    let sum: u64 = stages.iter().map(|s| s["parameters"].as_u64().unwrap()).sum();
+    assert_eq!((stages.len(), ranks.len(), sum), (4, 64, 8_030_261_248));
+    // In bf16 on tp 8: two bytes of every weight, a norm's on every rank; and each twice, over dp.
+    let weights: u64 = ranks.iter().map(|r| r["weights"].as_u64().unwrap()).sum();
+    let norms = (2 * 32 + 1) * 4096;
+    assert_eq!(weights, 2 * 2 * (8_030_261_248 - norms + 8 * norms));
 }
 
 #[test]
@@ -178,6 +204,28 @@ fn a_folder_takes_one_run_at_a_time() {
     assert!(svg.contains("<polyline") && svg.contains("width=\"85mm\""));
 }
 
+/// Two runs with folders of their own, and one for the checkpoints of both: the second would mix what the first one saves.
+#[test]
+fn a_folder_of_checkpoints_takes_one_run_at_a_time() {
+    let run = Run::new();
+    let store = run.scratch.path().join("both");
+    std::fs::create_dir(&store).unwrap();
+    let held = std::fs::File::open(&store).unwrap();
+    held.try_lock().unwrap();
+    let second = run.train(&["--set", "checkpoint.folder=both"]);
+    assert_eq!(second.code, 2, "{}", second.stdout);
+    assert!(
+        second.stderr.starts_with("error: another run is writing into both\nhint: "),
+        "{}",
+        second.stderr
+    );
+    assert!(second.stderr.contains("--set checkpoint.folder="), "{}", second.stderr);
+    // Who saves nothing is in nobody's way; nor is a run in its own, whatever its two folders are.
+    trained(&run.train(&["--set", "checkpoint.folder=both", "--set", "checkpoint.last=false"]));
+    drop(held);
+    trained(&run.train(&["--set", "log.folder=one", "--set", "checkpoint.folder=./one"]));
+}
+
 #[test]
 fn a_resumed_run_has_the_losses_of_one_that_never_stopped() {
     let whole = Run::new();
@@ -207,6 +255,49 @@ fn a_resumed_run_has_the_losses_of_one_that_never_stopped() {
     let pairs = other.losses().into_iter().zip(whole.losses().into_iter().skip(8));
     for (a, b) in pairs {
         assert!((a - b).abs() <= 1e-10 * b, "{a} and {b}");
+    }
+}
+
+/// Weights in bf16 are made again from the f32 that they were rounded from; that and the moments are what a checkpoint holds. Whoever goes on ends with every
+/// bit of who never stopped, whether a rank has all of it or its share.
+#[test]
+fn a_bf16_run_goes_on_bit_for_bit() {
+    let llama = ["model.kind=llama", "model.kv_heads=1", "optimizer.zero=3"];
+    let cases: [&[&str]; 3] = [&["optimizer.zero=0"], &["optimizer.zero=3"], &llama];
+    for case in cases {
+        let common =
+            ["train.dtype=bf16", "model.dropout=0.1", "optimizer.schedule=constant", "checkpoint.keep=9"];
+        let sets = |more: &[&'static str]| -> Vec<String> {
+            let all = common.iter().chain(case).chain(more);
+            all.flat_map(|set| ["--set".to_string(), set.to_string()]).collect()
+        };
+        let train = |run: &Run, args: &[String], more: &[&str]| {
+            let args: Vec<&str> = args.iter().map(String::as_str).chain(more.iter().copied()).collect();
+            trained(&run.train(&args));
+        };
+        let (whole, run) = (Run::new(), Run::new());
+        train(&whole, &sets(&[]), &[]);
+        train(&run, &sets(&["train.steps=7"]), &[]);
+        train(&run, &sets(&[]), &["--resume"]);
+        assert_eq!(run.losses(), whole.losses(), "{case:?}");
+        let norms = |run: &Run| -> Vec<f64> {
+            run.metrics().iter().map(|m| m["grad_norm"].as_f64().unwrap()).collect()
+        };
+        assert_eq!(norms(&run), norms(&whole), "{case:?}");
+        let saved = |run: &Run| -> Vec<(String, Vec<u8>)> {
+            let folder = run.scratch.path().join("runs/tiny/checkpoints/step-00000012");
+            let mut files: Vec<PathBuf> =
+                std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();
+            files.retain(|path| path.extension().is_some_and(|e| e == "safetensors"));
+            files.sort();
+            let name = |path: &Path| path.file_name().unwrap().to_string_lossy().into_owned();
+            files.iter().map(|path| (name(path), std::fs::read(path).unwrap())).collect()
+        };
+        let (once, twice) = (saved(&whole), saved(&run));
+        // Weights, masters and moments of all stages: twelve bytes of some six thousand.
+        let bytes: usize = once.iter().map(|(_, bytes)| bytes.len()).sum();
+        assert!(once.len() >= 2 && bytes > 60_000, "{case:?}: {bytes} B in {} files", once.len());
+        assert!(once == twice, "{case:?}: weights, masters and moments");
     }
 }
 
@@ -260,6 +351,28 @@ fn a_killed_rank_is_named_and_the_job_starts_again_from_its_checkpoint() {
     let whole = Run::new();
     trained(&whole.train(&["--set", "train.steps=400"]));
     assert_eq!(run.losses(), whole.losses(), "bit for bit");
+}
+
+/// A run that went back starts again from where it went back to, not from what it left behind.
+#[test]
+fn a_run_that_went_back_does_not_start_again_from_later_checkpoints() {
+    let run = Run::new();
+    trained(&run.train(&["--set", "checkpoint.every=4", "--set", "checkpoint.keep=9"]));
+    let back = "runs/tiny/checkpoints/step-00000004";
+    let args = ["--resume", back, "--restarts", "1", "--set", "train.steps=300", "--set", "log.every=1"];
+    let mut command = run.command(&[&args[..], &["--set", "optimizer.learning_rate=1e-3"]].concat());
+    let mut child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.starts_with("step   6 ")), "it does not come to step 6");
+    let ranks = descendants(child.id());
+    let victim = ranks.into_iter().find(|pid| environment(*pid).contains("\0RANK=1\0")).expect("r1 runs");
+    assert!(Command::new("kill").args(["-KILL", &victim.to_string()]).status().unwrap().success());
+    let heard = lines.collect::<Vec<_>>().join("\n");
+    assert!(child.wait().unwrap().success(), "{heard}");
+    assert!(heard.contains("starting again from step 4, restart 1 of 1"), "{heard}");
+    let steps: Vec<u64> = run.metrics().iter().map(|m| m["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, (1..=300).collect::<Vec<u64>>(), "no step is left out");
 }
 
 /// Who is asked to end saves and ends well, and the run goes on from there as if nothing had been.

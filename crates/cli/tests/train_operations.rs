@@ -103,6 +103,8 @@ fn what_would_silently_be_another_model_is_refused() {
     let run = Run::new();
     trained(&run.train(&[]));
     let files = checkpoints(&run);
+    let config = run.scratch.path().join("runs/tiny/config.toml");
+    let before = std::fs::read_to_string(&config).unwrap();
     let more = |set: &str| run.train(&["--resume", "--set", "train.steps=20", "--set", set]);
     for (set, key) in [
         ("model.layers=1", "model.layers is 1 and not 2: "),
@@ -111,11 +113,126 @@ fn what_would_silently_be_another_model_is_refused() {
         ("model.width=32", "model.hidden is 128 and not 64, model.width is 32 and not 16: "),
         ("optimizer.kind=sgd", "exp_avg"),
         ("train.dtype=f32", "it holds f64, and f32 is wanted"),
+        ("model.residual=ladder", "model.residual is \"ladder\" and not \"serial\": "),
     ] {
         let said = more(set);
         assert!(refused(&said).contains(key), "{set}: {}", said.stderr);
         assert_eq!(checkpoints(&run), files, "{set}");
+        assert!(
+            std::fs::read_to_string(&config).unwrap() == before,
+            "{set}: the run's config is another one"
+        );
     }
+}
+
+/// Of a model with a head of its own, whoever goes on with one that shares the table would drop the head: refused, by name, and nothing is rotated away.
+#[test]
+fn a_head_of_its_own_is_not_dropped() {
+    let run = Run::new();
+    let untied = sets(&["model.tied=false", "checkpoint.every=1", "checkpoint.keep=1"]);
+    trained(&run.train(&untied));
+    let files = checkpoints(&run);
+    let tied = sets(&["model.tied=true", "train.steps=20", "checkpoint.every=1", "checkpoint.keep=1"]);
+    let said = run.train(&[&tied[..], &["--resume"]].concat());
+    assert!(refused(&said).contains("model.tied is true and not false: "), "{}", said.stderr);
+    assert_eq!((checkpoints(&run), run.metrics().len()), (files, 12));
+    // Nor as weights alone.
+    let from = run.scratch.at("runs/tiny/checkpoints/step-00000012");
+    let other = Run::new();
+    let said = other.train(&["--from", &from, "--set", "model.tied=true"]);
+    assert!(refused(&said).contains("tied"), "{}", said.stderr);
+    assert!(!other.scratch.path().join("runs/tiny/metrics.jsonl").exists());
+    let more = sets(&["model.tied=false", "train.steps=14"]);
+    trained(&run.train(&[&more[..], &["--resume"]].concat()));
+}
+
+/// What is computed again to stay within a budget changes no bit of what is learnt, and what ranks held stays within it, down to the least that the job can do with.
+#[test]
+fn a_budget_is_kept_and_changes_no_bit() {
+    let bits = |run: &Run| -> Vec<u64> {
+        let of = |m: &serde_json::Value| ["loss", "grad_norm"].map(|key| m[key].as_f64().unwrap().to_bits());
+        run.metrics().iter().flat_map(of).collect()
+    };
+    let held =
+        |run: &Run| run.metrics().iter().map(|m| m["activation_bytes"].as_u64().unwrap()).max().unwrap();
+    for kind in [&["model.kind=gpt"][..], &["model.kind=llama", "model.kv_heads=1"]] {
+        let common = sets(&[kind, &["model.dropout=0.1", "train.steps=3", "optimizer.zero=1"]].concat());
+        let train = |more: &[&str]| {
+            let run = Run::new();
+            let said = run.train(&[&common[..], more].concat());
+            (run, said)
+        };
+        let (plain, said) = train(&[]);
+        trained(&said);
+        let most = held(&plain);
+        let (_, said) = train(&["--set", "train.activation_budget=1B"]);
+        let error = refused(&said);
+        let least = error.split("hint: use \"").nth(1).and_then(|rest| rest.split("B\"").next());
+        let mut least: u64 = least.unwrap_or_else(|| panic!("{error}")).parse().unwrap();
+        // Another stage may need more, and says so.
+        let budget = |bytes: u64| format!("train.activation_budget={bytes}B");
+        while let (_, said) = train(&["--dry-run", "--set", &budget(least)])
+            && said.code == 2
+        {
+            let hint = said.stderr.split("hint: use \"").nth(1).and_then(|rest| rest.split("B\"").next());
+            least = hint.unwrap_or_else(|| panic!("{}", said.stderr)).parse().unwrap();
+        }
+        assert!(least < most * 3 / 4, "{kind:?}: {least} of {most}");
+        let mut helds = vec![];
+        for limit in [least, (least + most) / 2, most] {
+            let (run, said) = train(&["--set", &budget(limit)]);
+            trained(&said);
+            assert!(held(&run) <= limit, "{kind:?}: {} within {limit}", held(&run));
+            assert!(bits(&run) == bits(&plain), "{kind:?}, {limit}");
+            helds.push(held(&run));
+        }
+        assert!(helds[0] < helds[2] && helds[2] <= most, "{kind:?}: {helds:?} of {most}");
+    }
+}
+
+/// A model whose branches are on a ladder goes on as one, and to nobody who would compute something else from its weights.
+#[test]
+fn a_ladder_stays_a_ladder() {
+    let run = Run::new();
+    let ladder = sets(&["model.residual=ladder"]);
+    trained(&run.train(&ladder));
+    let more = sets(&["train.steps=14"]);
+    let serial = run.train(&[&more[..], &["--resume"]].concat());
+    let error = refused(&serial);
+    assert!(error.contains("model.residual is \"serial\" and not \"ladder\": "), "{error}");
+    assert!(error.contains("--set model.residual=\"ladder\"") && !error.contains("model.kind"), "{error}");
+    let from = run.scratch.at("runs/tiny/checkpoints/step-00000012");
+    let out = run.scratch.at("out");
+    let error = common::refused(&["checkpoint", "export", &from, "-o", &out]);
+    assert!(error.contains("its branches are on a ladder (model.residual = \"ladder\")"), "{error}");
+    assert!(error.contains("hint: "), "{error}");
+    assert!(!std::path::Path::new(&out).exists());
+    // As files for whoever knows it, it keeps our names, and no config.json says that it is a GPT-2.
+    trained(&common::crossmesh(&["checkpoint", "convert", &from, "--to", "hf", "-o", &out]));
+    assert!(!std::path::Path::new(&out).join("config.json").exists());
+    trained(&run.train(&[&ladder[..], &more, &["--resume"]].concat()));
+}
+
+/// Weights of bf16 are rounded from f32, which is what a checkpoint holds: nobody takes them for f64 unasked, and whoever asks can go on.
+#[test]
+fn a_bf16_checkpoint_goes_on_in_f64_only_when_asked() {
+    let run = Run::new();
+    trained(&run.train(&sets(&["train.dtype=bf16", "train.steps=6"])));
+    let files = checkpoints(&run);
+    let more = run.train(&[&sets(&["train.dtype=f64", "train.steps=8"])[..], &["--resume"]].concat());
+    let error = refused(&more);
+    assert!(
+        error.contains("runs/tiny/checkpoints/step-00000006: it holds f32, and f64 is wanted"),
+        "{error}"
+    );
+    assert_eq!(checkpoints(&run), files);
+    let (from, wide) = (run.scratch.at("runs/tiny/checkpoints/step-00000006"), run.scratch.at("wide"));
+    let convert = ["checkpoint", "convert", &from, "--to", "crossmesh", "--dtype", "f64", "-o", &wide];
+    trained(&common::crossmesh(&convert));
+    let other = sets(&["train.dtype=f64", "train.steps=8", "log.folder=runs/wide"]);
+    let said = run.train(&[&other[..], &["--resume", &wide, "--json"]].concat());
+    trained(&said);
+    assert_eq!(said.json()["resumed_at"], 6);
 }
 
 /// Twice as many samples a step: none comes twice, none is left out, and it is said.
@@ -123,7 +240,13 @@ fn what_would_silently_be_another_model_is_refused() {
 fn a_run_goes_on_at_the_sample_where_it_stopped() {
     let run = Run::new();
     trained(&run.train(&sets(&["train.steps=4"])));
-    let changed = sets(&["train.steps=6", "train.batch=16", "stage.0.mesh=1", "train.seed=9"]);
+    let changed = sets(&[
+        "train.steps=6",
+        "train.batch=16",
+        "stage.0.mesh=1",
+        "train.seed=9",
+        "optimizer.fixed_order=true",
+    ]);
     let said = run.train(&[&changed[..], &["--resume"]].concat());
     trained(&said);
     for told in [
@@ -135,6 +258,8 @@ fn a_run_goes_on_at_the_sample_where_it_stopped() {
     ] {
         assert!(said.stderr.contains(told), "{told}: {}", said.stderr);
     }
+    // In which order sums are taken teaches nothing else.
+    assert!(!said.stderr.contains("fixed_order"), "{}", said.stderr);
     let manifest = run.scratch.path().join("runs/tiny/checkpoints/step-00000006/manifest.json");
     let saved: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(manifest).unwrap()).unwrap();
     assert_eq!((&saved["step"], &saved["samples"]), (&6.into(), &(4 * 8 + 2 * 16).into()));
@@ -177,7 +302,7 @@ fn a_run_may_start_from_weights() {
 #[test]
 fn ctrl_c_saves_and_says_how_to_go_on() {
     let run = Run::new();
-    let endless = sets(&["train.steps=1000000", "log.every=5"]);
+    let endless = sets(&["train.steps=1000000", "log.every=5", "log.folder=runs/tiny", "data.groups= 1"]);
     let mut command = run.command(&endless);
     let mut child =
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
@@ -191,7 +316,7 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
     let saved = checkpoints(&run);
     let step: u64 = saved.last().and_then(|name| name.strip_prefix("step-")).unwrap().parse().unwrap();
     assert!(rest.contains(&format!("it was asked to end, and saved step {step}")), "{rest}");
-    let go_on = "to go on: crossmesh train tiny.toml --set train.steps=1000000 --set log.every=5 --resume";
+    let go_on = "to go on: crossmesh train tiny.toml --set train.steps=1000000 --set log.every=5 --set log.folder=runs/tiny --set 'data.groups= 1' --resume";
     assert!(rest.contains(go_on), "{rest}");
 }
 
@@ -205,6 +330,8 @@ fn impossible_values_are_errors_with_their_key() {
         ("model.context=99999999999", "model.context: 99999999999: a tensor of "),
         ("model.hidden=9999999999999999", "model.hidden: 9999999999999999: a tensor of "),
         ("train.batch=4000000000000000", "train.batch: 4000000000000000 samples of "),
+        ("train.threads=100000000", "train.threads: 100000000 threads are more than any machine has"),
+        ("train.strands=4294967298", "train.strands: a microbatch runs in one strand or in two, not in "),
         (
             "cluster.devices_per_host=4294967297",
             "cluster.devices_per_host: no host has more than 4294967295 devices",

@@ -3,31 +3,15 @@
 mod common;
 
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::Stdio;
 
-use common::{Scratch, binary, said};
+use common::{Scratch, said, shell, shell_blocks};
 use serde_json::Value;
 
-/// The blocks of shell commands of the page.
 fn scripts() -> Vec<String> {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/training-guide.md");
-    let text = std::fs::read_to_string(page).unwrap();
-    let blocks = text.split("```sh\n").skip(1);
-    blocks.map(|rest| rest.split("```").next().unwrap().to_string()).collect()
-}
-
-/// A shell that finds the binary.
-fn shell(script: &str, folder: &Path) -> Command {
-    let program = PathBuf::from(binary().get_program());
-    let path = format!(
-        "{}:{}",
-        program.parent().unwrap().display(),
-        std::env::var_os("PATH").unwrap().to_string_lossy()
-    );
-    let mut command = Command::new("sh");
-    command.args(["-ec", script]).current_dir(folder).env("PATH", path);
-    command
+    shell_blocks(&std::fs::read_to_string(page).unwrap())
 }
 
 fn manifest(folder: &Path, step: u64) -> Value {

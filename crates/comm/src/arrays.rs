@@ -11,10 +11,13 @@
 //!
 //! Where every box begins, and how far apart its elements are, follows from the array's shape and strides. A program that was proven
 //! for boxes that do not overlap is right on any memory in which they do not either.
+//!
+//! A layout may also say itself where its boxes lie, with gaps and strides. Such a shard is no array but a row of memory, as
+//! long as its last box reaches.
 
 use std::sync::Arc;
 
-use crossmesh_core::region::Region;
+use crossmesh_core::region::{Region, Span};
 
 use crate::view::View;
 
@@ -63,13 +66,9 @@ impl Strided {
             return Err(ArrayError::Shape { expected, given: self.shape.clone() });
         }
         self.check_apart(element_bytes)?;
-        let mut next = 0;
-        let slot = |region: &&Region| {
-            let at = next * self.strides.get(dim).copied().unwrap_or(0);
-            next += region.spans().get(dim).map_or(0, |span| span.len());
-            at
-        };
-        Ok(boxes.iter().map(slot).collect())
+        let start = |place: Region| place.spans().get(dim).map_or(0, |span| span.start);
+        let stride = self.strides.get(dim).copied().unwrap_or(0);
+        Ok(beside(boxes, dim).into_iter().map(|place| start(place) * stride).collect())
     }
 
     /// Every dim steps over all that the finer ones reach. Arrays that come from slicing and transposing do.
@@ -94,8 +93,38 @@ impl Strided {
     }
 }
 
+/// The one array that a shard is: its shape, and the dim along which its boxes lie beside each other. Boxes come in the order of memory,
+/// each with the element at which the layout has it begin, or None where it has strides. No array are boxes that differ in
+/// several dims, and those that the layout has lie anywhere but one behind the other.
+pub fn one_array(boxes: &[(&Region, Option<u64>)]) -> Option<(Vec<u64>, usize)> {
+    let mut next = 0;
+    let behind = |(region, at): &(&Region, Option<u64>)| {
+        let behind = *at == Some(next);
+        next += region.volume();
+        behind
+    };
+    if !boxes.iter().all(behind) {
+        return None;
+    }
+    stacked(&boxes.iter().map(|(region, _)| *region).collect::<Vec<_>>())
+}
+
+/// Where each of some boxes lies in the array in which they are beside each other along `dim`.
+pub fn beside(boxes: &[&Region], dim: usize) -> Vec<Region> {
+    let mut next = 0;
+    let place = |region: &&Region| {
+        let mut spans: Vec<Span> = region.spans().iter().map(|span| Span::new(0, span.len())).collect();
+        if let Some(span) = spans.get_mut(dim) {
+            *span = Span::new(next, next + span.len());
+            next = span.end;
+        }
+        Region::new(spans)
+    };
+    boxes.iter().map(place).collect()
+}
+
 /// The shape of boxes beside each other, and the dim in which they differ; of one box, the first.
-pub fn stacked(boxes: &[&Region]) -> Option<(Vec<u64>, usize)> {
+fn stacked(boxes: &[&Region]) -> Option<(Vec<u64>, usize)> {
     let first = boxes.first()?;
     let differ = |dim: &usize| boxes.iter().any(|b| b.spans()[*dim] != first.spans()[*dim]);
     let dims: Vec<usize> = (0..first.spans().len()).filter(differ).collect();
@@ -112,7 +141,7 @@ pub fn stacked(boxes: &[&Region]) -> Option<(Vec<u64>, usize)> {
 }
 
 /// Whether two arrays have a byte in common, by their runs; for arrays whose extents meet.
-pub(crate) fn share_bytes(one: (u64, &Strided), other: (u64, &Strided), element_bytes: (u64, u64)) -> bool {
+pub fn share_bytes(one: (u64, &Strided), other: (u64, &Strided), element_bytes: (u64, u64)) -> bool {
     let runs = |(address, array): (u64, &Strided), element: u64| {
         let whole = Region::whole(&array.shape);
         let view = View::of_tile(address, &whole, Some(&array.strides), &whole, element);
@@ -138,7 +167,6 @@ pub(crate) type Slot = Option<(u64, Arc<[u64]>)>;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crossmesh_core::region::Span;
 
     fn region(spans: &[(u64, u64)]) -> Region {
         Region::new(spans.iter().map(|(a, b)| Span::new(*a, *b)).collect::<Vec<_>>())
@@ -154,6 +182,19 @@ mod tests {
         assert_eq!(wrong, Err(ArrayError::Shape { expected: vec![2, 3], given: vec![3, 2] }));
         let apart = region(&[(2, 4), (4, 5)]);
         assert_eq!(array.slots(&[&q, &apart], 4), Err(ArrayError::NotOneArray));
+    }
+
+    #[test]
+    fn boxes_with_places_of_their_own_are_no_array() {
+        let (q, k) = (region(&[(0, 2), (0, 2)]), region(&[(0, 2), (4, 5)]));
+        assert_eq!(one_array(&[(&q, Some(0)), (&k, Some(4))]), Some((vec![2, 3], 1)));
+        assert_eq!(beside(&[&q, &k], 1), [region(&[(0, 2), (0, 2)]), region(&[(0, 2), (2, 3)])]);
+        // A gap before a box, strides, dims that differ.
+        assert_eq!(one_array(&[(&q, Some(0)), (&k, Some(5))]), None);
+        assert_eq!(one_array(&[(&q, Some(1))]), None);
+        assert_eq!(one_array(&[(&q, None)]), None);
+        let apart = region(&[(2, 4), (4, 5)]);
+        assert_eq!(one_array(&[(&q, Some(0)), (&apart, Some(4))]), None);
     }
 
     #[test]

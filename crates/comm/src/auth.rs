@@ -22,7 +22,7 @@ use crate::environment::{JobName, Place, Variables, job_name};
 use crate::protect::{Protect, Session, Side};
 
 /// The version of everything that travels between ranks. Both sides must have the same.
-pub const WIRE_VERSION: u16 = 2;
+pub const WIRE_VERSION: u16 = 3;
 
 const MAGIC: [u8; 8] = *b"XMESHJOB";
 const HELLO_BYTES: usize = 52;

@@ -248,14 +248,15 @@ impl RankBuffers {
     ///
     /// # Panics
     /// While a program runs on it.
-    pub fn write_source<T: Element>(&self, tensor: usize, mut shard: &[T]) {
+    pub fn write_source<T: Element>(&self, tensor: usize, mut shard: &[T]) -> io::Result<()> {
         for tile in self.sources(tensor as u32) {
             let Place { memory, view } = self.whole(tile);
             let (head, rest) = shard.split_at((view.bytes() / size_of::<T>() as u64) as usize);
-            memory.own().expect(NO_PROGRAM).unpack(&view, 0, bytes_of(head));
+            memory.own().expect(NO_PROGRAM).unpack(&view, 0, bytes_of(head))?;
             shard = rest;
         }
         assert!(shard.is_empty(), "a shard is as large as its boxes");
+        Ok(())
     }
 
     /// Reads this rank's shard of a tensor's destination.

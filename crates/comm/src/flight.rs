@@ -5,7 +5,7 @@
 //! run     the plan, the verdict, how every process ended, and the records of those that could write one      Flight
 //! ```
 //!
-//! `docs/flight-format.md` has the fields; `crossmesh explain --flight` replays it in the simulator.
+//! `docs/plan-format.md` has the fields; `crossmesh explain --flight` replays it in the simulator.
 
 use crossmesh_core::id::Rank;
 use serde::{Deserialize, Serialize};
@@ -45,6 +45,9 @@ pub struct ProcessRecord {
     pub host: String,
     /// As a shell would say it: `exit status: 2`, `signal: 9 (SIGKILL)`.
     pub ended: String,
+    /// Why the run ended, as this rank was told; nothing where it ended first, or all went well.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verdict: Option<Abort>,
 }
 
 /// One rank's record.

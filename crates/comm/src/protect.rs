@@ -206,6 +206,15 @@ pub(crate) struct Prefix {
 impl Prefix {
     /// Of as many bytes as there are; none if these are too few.
     pub fn parse(bytes: &[u8]) -> Result<Option<Self>, WireError> {
+        Self::of_at_least(HEADER_BYTES as u32, bytes)
+    }
+
+    /// The same of a record of words, which may be shorter than a frame.
+    pub fn of_words(bytes: &[u8]) -> Result<Option<Self>, WireError> {
+        Self::of_at_least(1, bytes)
+    }
+
+    fn of_at_least(shortest: u32, bytes: &[u8]) -> Result<Option<Self>, WireError> {
         let Some(bytes) = bytes.first_chunk::<PREFIX_BYTES>() else { return Ok(None) };
         let long = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().expect("eight bytes"));
         let (magic, len) = (long(0) as u32, (long(0) >> 32) as u32);
@@ -214,7 +223,7 @@ impl Prefix {
             crate::wire::MAGIC => return Err(WireError::Unprotected),
             other => return Err(WireError::Magic(other)),
         }
-        if !(HEADER_BYTES as u32..=HEADER_BYTES as u32 + MAX_PAYLOAD).contains(&len) {
+        if !(shortest..=HEADER_BYTES as u32 + MAX_PAYLOAD).contains(&len) {
             return Err(WireError::TooLong(len));
         }
         Ok(Some(Self { len, session: long(8), counter: long(16) }))

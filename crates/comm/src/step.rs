@@ -6,6 +6,8 @@
 
 #![allow(unsafe_code)]
 
+use std::io;
+
 use crossmesh_core::id::{MicrobatchId, Rank};
 use crossmesh_core::program::{Holds, Role, Tile};
 use crossmesh_core::step::{Carries, Direction, Instance, Step, StepProgram};
@@ -17,7 +19,7 @@ use crate::collectives::Element;
 use crate::device::Device;
 use crate::engine::{Engine, JobSpec};
 use crate::error::CommError;
-use crate::lab::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
+use crate::lab::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport, unreachable_memory};
 use crate::lab::pattern::{self, Patterned};
 use crate::memory::Place;
 use crate::transport::Link;
@@ -134,26 +136,28 @@ impl StepBuffers {
         self.buffers.whole(tile)
     }
 
-    fn fill_sources(&self) {
+    fn fill_sources(&self) -> io::Result<()> {
         for (pattern, tile) in self.all() {
             if let Holds::Made(part) = tile.holds {
                 let region = &self.buffers.program().whole().boxes[tile.region];
-                pattern.fill(region, part, &self.place(tile));
+                pattern.fill(region, part, &self.place(tile))?;
             }
         }
+        Ok(())
     }
 
-    fn poison_destinations(&self) {
-        let all = self.all().into_iter();
-        all.filter(|(_, tile)| !is_made(tile)).for_each(|(_, tile)| pattern::poison(&self.place(tile)));
+    fn poison_destinations(&self) -> io::Result<()> {
+        let mut all = self.all().into_iter().filter(|(_, tile)| !is_made(tile));
+        all.try_for_each(|(_, tile)| pattern::poison(&self.place(tile)))
     }
 
-    fn first_wrong(&self) -> Option<String> {
+    fn first_wrong(&self) -> io::Result<Option<String>> {
         let mut arrived = self.all().into_iter().filter(|(_, tile)| !is_made(tile));
         let wrong = arrived.find_map(|(pattern, tile)| {
-            pattern.check(&self.buffers.program().whole().boxes[tile.region], &self.place(tile))
+            let region = &self.buffers.program().whole().boxes[tile.region];
+            pattern.check(region, &self.place(tile)).transpose()
         });
-        wrong.map(|wrong| wrong.to_string())
+        Ok(wrong.transpose()?.map(|wrong| wrong.to_string()))
     }
 }
 
@@ -187,7 +191,7 @@ pub fn execute_step(
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, Failure> {
     let buffers = StepBuffers::allocate(step, lowered, rank, options.sharing)?;
-    buffers.fill_sources();
+    buffers.fill_sources().map_err(unreachable_memory(rank))?;
     let mut engine = Engine::new(rank, links, Box::new(Monotonic), options.engine.clone())?;
     engine.set_device(device)?;
     let result = repeat(&mut engine, &buffers, options, barrier);
@@ -203,7 +207,7 @@ fn repeat(
 ) -> Result<RankReport, CommError> {
     let mut report = RankReport { verified: options.check, ..RankReport::idle(buffers.rank) };
     for run in 0..options.repeat {
-        buffers.poison_destinations();
+        buffers.poison_destinations().map_err(unreachable_memory(buffers.rank))?;
         let spec = buffers.job(run)?;
         barrier(Gate::Start)?;
         let handle = engine.start(spec)?;
@@ -213,7 +217,7 @@ fn repeat(
             continue;
         }
         barrier(Gate::Look)?;
-        if let Some(wrong) = buffers.first_wrong() {
+        if let Some(wrong) = buffers.first_wrong().map_err(unreachable_memory(buffers.rank))? {
             report.verified = false;
             report.wrong.get_or_insert(wrong);
         }

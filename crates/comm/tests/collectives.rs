@@ -374,8 +374,8 @@ fn calls_of_several_groups_are_under_way_at_once() {
             let ids = [comm.group(&groups[0])?, comm.group(&groups[1])?, comm.group(&groups[2])?];
             let program = Verified::plan(&reshard, Addressing::Apart).unwrap();
             let buffers = RankBuffers::allocate(program.rank(me), sharing).unwrap();
-            pattern::fill_sources(&buffers);
-            pattern::poison_destinations(&buffers);
+            pattern::fill_sources(&buffers).unwrap();
+            pattern::poison_destinations(&buffers).unwrap();
             let job = JobSpec::new(7, &buffers).unwrap();
             let moving = comm.engine().start(job).unwrap();
             let mut pending = vec![];
@@ -393,7 +393,7 @@ fn calls_of_several_groups_are_under_way_at_once() {
                 assert_eq!(*sum, expected::<f32>(call, &groups[g], len, Reduction::Sum), "{kind:?} {me} {g}");
             }
             comm.engine().wait(moving).unwrap();
-            assert_eq!(pattern::check_destinations(&buffers), None, "{kind:?} {me}");
+            assert_eq!(pattern::check_destinations(&buffers).unwrap(), None, "{kind:?} {me}");
             Ok(())
         });
     }

@@ -102,8 +102,8 @@ mod stops {
                 .into_iter()
                 .all(|r| said.lines().any(|l| l.starts_with(&format!("r{r} ")) && names(l)));
             assert!(all, "{said}");
-            // A second for the deadline, two for the end, the rest for MPI's start and end.
-            assert!(took < Duration::from_secs(8), "{took:?}: {said}");
+            // A second for the deadline, two for the end, the rest for MPI's start and end on a busy machine; MPI itself waits for minutes.
+            assert!(took < Duration::from_secs(30), "{took:?}: {said}");
             println!("over MPI: r{victim} stops, and the others name it ... ok");
         }
     }

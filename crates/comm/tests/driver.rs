@@ -67,12 +67,12 @@ fn jobs_end_while_nobody_waits_for_them() {
 /// r1 has nothing to do for longer than the deadline; it is not taken for dead.
 #[test]
 fn a_rank_that_is_driven_is_alive() {
-    let mut comms = ranks(2, 700).into_iter();
+    let mut comms = ranks(2, 2000).into_iter();
     let (first, second) = (comms.next().unwrap(), comms.next().unwrap());
     let (first, second) = (Driver::start(first).unwrap(), Driver::start(second).unwrap());
     let sum = all_reduce(&first, 1.0);
     let start = Monotonic.now_ns();
-    while Monotonic.now_ns() - start < 1_500_000_000 {
+    while Monotonic.now_ns() - start < 4_500_000_000 {
         assert!(sum.now().is_none_or(|result| result.is_ok()), "r0 gave up on r1");
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -46,10 +46,15 @@ fn a_nic_carries_its_rate_both_ways_at_once() {
     needs_root();
     let emulation = Emulation::up(&[rate(400.0), rate(400.0)]).unwrap();
     let (a, b) = joined(&emulation);
-    // One way after the other would take twice as long. The best of three: a busy machine may disturb one.
-    let best = (0..3).map(|_| exchange(&a, &b, 10_000_000)).fold(f64::INFINITY, f64::min);
-    let over = best / (10e6 / 50e6);
-    assert!((0.9..1.8).contains(&over), "{over} × the time at the full rate");
+    // One way after the other would take twice as long. The best of some: a busy machine may disturb any of them.
+    let mut best = f64::INFINITY;
+    for _ in 0..12 {
+        best = best.min(exchange(&a, &b, 10_000_000) / (10e6 / 50e6));
+        if best < 1.8 {
+            break;
+        }
+    }
+    assert!((0.9..1.8).contains(&best), "{best} × the time at the full rate");
     emulation.set_rate(1, NicRate { in_bytes_per_s: 12.5e6, ..rate(400.0) }).unwrap();
     let over = exchange(&a, &b, 5_000_000) / (5e6 / 12.5e6);
     assert!(over >= 0.9, "{over} × the time of the slower direction");

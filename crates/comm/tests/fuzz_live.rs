@@ -1,11 +1,18 @@
 //! A million frames into a live rank: its engine has a job under way and takes whatever a peer sends. It ends with the job
 //! done or with an error that names the peer, never with a panic, and never hangs.
 //!
+//! ```text
+//! r1: frames, sensible and not ──▶ r0 ◀── tensors both ways ──▶ r2: honest, a thread of its own, over shm or TCP
+//!          └─ a second reading ──▶ image        = what r0 has in the end, element by element
+//! ```
+//!
 //! `CROSSMESH_FUZZ_FRAMES=100000000 cargo test --release -p crossmesh-comm --test fuzz_live -- --nocapture` goes on for longer.
 
 #![allow(clippy::print_stdout)] // the numbers are part of what this shows
 
 mod common;
+#[path = "fuzz_live/image.rs"]
+mod image;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -14,8 +21,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
 
-use common::{planned, tcp_pair};
+use common::{Kind as LinkKind, link_pair, planned, tcp_pair};
 use crossmesh_comm::buffer::{RankBuffers, Sharing};
 use crossmesh_comm::clock::{Clock, Monotonic};
 use crossmesh_comm::engine::{Engine, EngineOptions, Handle, JobSpec};
@@ -30,6 +38,7 @@ use crossmesh_core::reshard::Strategy;
 use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::verify::Verified;
 use crossmesh_testkit::seed::Seed;
+use image::{Expected, Image};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 const FRAMES: u64 = 1_000_000;
@@ -37,8 +46,14 @@ const FRAMES: u64 = 1_000_000;
 const THREADS: u64 = 4;
 const ME: Rank = Rank(0);
 const PEER: Rank = Rank(1);
+const HONEST: Rank = Rank(2);
 /// A rank that does not end within so many steps after its peer fell silent hangs.
 const MAX_STEPS: u32 = 1000;
+/// By how much a step puts the clock forward; more would count as time that the rank slept through.
+const STEP_MS: u64 = 400;
+/// Long enough that a machine which has no time for the honest rank does not make it look silent.
+const DEADLINE_MS: u64 = 20_000;
+const SETTLE_NS: u64 = 10_000_000_000;
 
 /// A clock that can be put forward.
 #[derive(Debug, Clone, Default)]
@@ -56,43 +71,105 @@ impl Fast {
     }
 }
 
-/// What the rank is there for: tensors both ways, whole and in strips, one to be added to, small and large.
+/// What the rank is there for: tensors both ways, whole and in strips, one to be added to, small and large; maybe some with an honest
+/// rank, too.
 struct Work {
     program: Verified,
-    /// What the rank waits for: tag, bytes, and whether it is added to what is there.
-    expected: Vec<(u32, u64, bool)>,
-    /// The tags of what it sends.
-    sends: Vec<u32>,
+    /// What the rank waits for from the peer.
+    expected: Vec<Expected>,
+    /// The tags of what it sends there, and how long that is.
+    sends: Vec<(u32, u64)>,
+    /// What its tensors begin with, by tensor: those that the peer has a part in.
+    before: BTreeMap<usize, Vec<u8>>,
+    has_honest: bool,
+}
+
+const WITH_PEER: [(&str, &str); 5] = [
+    ("f32[64,64]@AB{x:2}=0-1(_,x)", "f32[64,64]@A{x:1}=0(_,_)"),
+    ("u8[3000]@B{x:1}=1(_)", "u8[3000]@A{x:1}=0(_)"),
+    ("f32[500]@AB{x:2}=0-1(_ | sum x)", "f32[500]@A{x:1}=0(_)"),
+    ("u8[40000]@A{x:1}=0(_)", "u8[40000]@B{x:1}=1(_)"),
+    ("u8[0]@B{x:1}=1(_)", "u8[0]@A{x:1}=0(_)"),
+];
+/// Large enough to be under way for some frames.
+const WITH_HONEST: [(&str, &str); 2] = [
+    ("u8[300000]@C{x:1}=2(_)", "u8[300000]@A{x:1}=0(_)"),
+    ("u8[70000]@A{x:1}=0(_)", "u8[70000]@C{x:1}=2(_)"),
+];
+const FROM_HONEST: usize = WITH_PEER.len();
+const TO_HONEST: usize = FROM_HONEST + 1;
+
+/// What the honest rank and this one have for each other.
+fn honest_bytes(tensor: usize) -> Vec<u8> {
+    let bytes = if tensor == FROM_HONEST { 300_000 } else { 70_000 };
+    (0..bytes).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
+}
+
+/// Shards of f32 that this rank holds of the first and the third tensor: whole numbers, whose sums are exact.
+fn own_shard(tensor: usize) -> Vec<u8> {
+    let len = if tensor == 0 { 64 * 32 } else { 500 };
+    (0..len).flat_map(|i: u32| (i as f32 + tensor as f32).to_le_bytes()).collect()
 }
 
 impl Work {
-    fn new() -> Self {
-        let pairs = [
-            ("f32[64,64]@AB{x:2}=0-1(_,x)", "f32[64,64]@A{x:1}=0(_,_)"),
-            ("u8[3000]@B{x:1}=1(_)", "u8[3000]@A{x:1}=0(_)"),
-            ("f32[500]@AB{x:2}=0-1(_ | sum x)", "f32[500]@A{x:1}=0(_)"),
-            ("u8[40000]@A{x:1}=0(_)", "u8[40000]@B{x:1}=1(_)"),
-            ("u8[0]@B{x:1}=1(_)", "u8[0]@A{x:1}=0(_)"),
-        ];
-        let plan = planned(&pairs, Strategy::Flow, None);
+    fn new(has_honest: bool) -> Self {
+        let also = if has_honest { &WITH_HONEST[..] } else { &[] };
+        let plan = planned(&[&WITH_PEER, also].concat(), Strategy::Flow, None);
         let program = Verified::plan(&plan, Addressing::Apart).unwrap();
         let ops = &program.ranks[0].ops;
-        let recv = |op: &crossmesh_core::program::Op| match op.kind {
-            OpKind::Recv { tag, reduce, .. } => Some((tag, op.bytes, reduce)),
-            _ => None,
-        };
-        let expected: Vec<_> = ops.iter().filter_map(recv).collect();
+        let with_peer = |op: &&crossmesh_core::program::Op| (op.tensor as usize) < WITH_PEER.len();
+        let expected: Vec<_> =
+            ops.iter().filter(with_peer).filter_map(|op| Expected::of(&program, op)).collect();
         let send = |op: &crossmesh_core::program::Op| match op.kind {
-            OpKind::Send { tag, .. } => Some(tag),
+            OpKind::Send { tag, .. } => Some((tag, op.bytes)),
             _ => None,
         };
-        let sends: Vec<u32> = ops.iter().filter_map(send).collect();
+        let sends: Vec<_> = ops.iter().filter(with_peer).filter_map(send).collect();
         assert!(expected.len() >= 3 && !sends.is_empty());
-        Self { program, expected, sends }
+        // The left half of the first tensor is the rank's own, and its part of the sum.
+        let mut first = vec![0; 64 * 64 * 4];
+        let rows = own_shard(0);
+        for (row, own) in first.chunks_exact_mut(64 * 4).zip(rows.chunks_exact(32 * 4)) {
+            row[..32 * 4].copy_from_slice(own);
+        }
+        let before = [(0, first), (1, vec![0; 3000]), (2, own_shard(2))].into();
+        Self { program, expected, sends, before, has_honest }
     }
 
-    fn spec(&self) -> JobSpec {
-        JobSpec::new(0, &RankBuffers::allocate(self.program.rank(ME), Sharing::Private).unwrap()).unwrap()
+    fn buffers(&self, rank: Rank) -> RankBuffers {
+        // Others read them where they are.
+        let sharing = if self.has_honest { Sharing::Host } else { Sharing::Private };
+        let buffers = RankBuffers::allocate(self.program.rank(rank), sharing).unwrap();
+        let mine: &[usize] = if rank == ME { &[0, 2] } else { &[] };
+        mine.iter().for_each(|tensor| buffers.write_source(*tensor, &own_shard(*tensor)).unwrap());
+        let shared = match (self.has_honest, rank) {
+            (true, ME) => Some(TO_HONEST),
+            (true, HONEST) => Some(FROM_HONEST),
+            _ => None,
+        };
+        shared.iter().for_each(|tensor| buffers.write_source(*tensor, &honest_bytes(*tensor)).unwrap());
+        buffers
+    }
+}
+
+/// A third rank, which does what ranks do, in a thread. It ends with its part done and right, or as it was told.
+struct Honest(JoinHandle<Result<(), CommError>>);
+
+impl Honest {
+    #[expect(clippy::disallowed_methods, reason = "it is joined when its session ends")]
+    fn start(work: &Work, link: Box<dyn Link>, clock: Fast) -> Self {
+        let buffers = work.buffers(HONEST);
+        let options = EngineOptions { deadline_ms: DEADLINE_MS, ..Default::default() };
+        let mut engine = Engine::new(HONEST, vec![(ME, link)], Box::new(clock), options).unwrap();
+        Self(std::thread::spawn(move || {
+            let handle = engine.start(JobSpec::new(0, &buffers)?)?;
+            engine.wait(handle)?;
+            let mut found = vec![0; honest_bytes(TO_HONEST).len()];
+            buffers.read_destination(TO_HONEST, &mut found);
+            assert!(found == honest_bytes(TO_HONEST), "what the honest rank has is wrong");
+            engine.close();
+            Ok(())
+        }))
     }
 }
 
@@ -104,17 +181,20 @@ struct Session<'a> {
     /// Our end.
     peer: OwnedFd,
     work: &'a Work,
-    /// By expected message: how much of it was sent.
-    sent: Vec<u64>,
-    /// How many of the rank's messages were announced.
-    announced: usize,
+    buffers: RankBuffers,
+    honest: Option<Honest>,
+    /// Whether the rank offers what it sends, in memory that the peer may map.
+    offers: bool,
+    /// What was sent, by a second reading.
+    image: Image,
     segments: u32,
 }
 
 impl<'a> Session<'a> {
     fn new(work: &'a Work, seed: &mut Seed) -> Self {
         // Ports of closed connections are in use for a minute: most connections are local.
-        let (link, peer): (Box<dyn Link>, OwnedFd) = if seed.below(50) == 0 {
+        let by_tcp = seed.below(50) == 0;
+        let (link, peer): (Box<dyn Link>, OwnedFd) = if by_tcp {
             let (mine, theirs) = tcp_pair();
             (Box::new(StreamLink::tcp(ME, PEER, mine).unwrap()), theirs.into())
         } else {
@@ -122,52 +202,63 @@ impl<'a> Session<'a> {
             (Box::new(StreamLink::local(ME, PEER, mine).unwrap()), theirs.into())
         };
         let clock = Fast::default();
-        let options = EngineOptions { deadline_ms: 2000, ..Default::default() };
-        let mut engine = Engine::new(ME, vec![(PEER, link)], Box::new(clock.clone()), options).unwrap();
-        let handle = engine.start(work.spec()).unwrap();
-        Self {
-            engine,
-            handle,
-            clock,
-            peer,
-            work,
-            sent: vec![0; work.expected.len()],
-            announced: 0,
-            segments: 0,
-        }
+        let options = EngineOptions { deadline_ms: DEADLINE_MS, ..Default::default() };
+        let mut links = vec![(PEER, link)];
+        let honest = work.has_honest.then(|| {
+            let kind = if seed.below(20) == 0 { LinkKind::Tcp } else { LinkKind::Shm };
+            let (mine, theirs) = link_pair(kind, ME, HONEST);
+            links.push((HONEST, mine));
+            Honest::start(work, theirs, clock.clone())
+        });
+        let mut engine = Engine::new(ME, links, Box::new(clock.clone()), options).unwrap();
+        let buffers = work.buffers(ME);
+        let handle = engine.start(JobSpec::new(0, &buffers).unwrap()).unwrap();
+        let offers = work.has_honest && !by_tcp;
+        let (image, segments) = Default::default();
+        Self { engine, handle, clock, peer, work, buffers, honest, offers, image, segments }
     }
 
     /// A frame that a rank could send now.
     fn sensible(&mut self, seed: &mut Seed) -> (Header, Vec<u8>) {
+        let expected = &self.work.expected;
         let open: Vec<usize> =
-            (0..self.sent.len()).filter(|i| self.sent[*i] < self.work.expected[*i].1).collect();
+            (0..expected.len()).filter(|i| self.image.len(expected[*i].tag) < expected[*i].bytes).collect();
         let which = open.get(seed.below(open.len())).copied().unwrap_or(0);
-        let (tag, bytes, _) = self.work.expected[which];
+        let Expected { tag, bytes, .. } = expected[which];
+        let sent = self.image.len(tag);
         match seed.below(if open.is_empty() { 2 } else { 8 }) {
             0 => (Header::bare(Kind::Beat, 0, [0, 1, u32::MAX][seed.below(3)]), vec![]),
             1 => {
                 // Of this job the next message, if there is one; of jobs to come, anything.
                 let job = seed.below(3) as u32;
-                let next = self.work.sends.get(self.announced).filter(|_| job == 0);
-                self.announced += usize::from(next.is_some());
+                let next = self.work.sends.get(self.image.announced).filter(|_| job == 0);
+                if let (None, 0, Some(taken)) = (next, job, self.to_take()) {
+                    return (taken, vec![]);
+                }
                 let early = |_| seed.below(8) as u32;
                 let tags: Vec<u32> = match job {
-                    0 => next.copied().into_iter().collect(),
+                    0 => next.map(|(tag, _)| *tag).into_iter().collect(),
                     _ => (0..3).map(early).collect(),
                 };
                 let tags: Vec<u8> = tags.into_iter().flat_map(u32::to_le_bytes).collect();
                 (Header::of(Kind::Ready, job, 0, 0, &tags), tags)
             }
             _ => {
-                let left = bytes - self.sent[which];
+                let left = bytes - sent;
                 let len = (left.min(1 + seed.below(3000) as u64)) / 4 * 4;
                 let len = if left < 4 { left } else { len };
-                let payload = vec![seed.below(256) as u8; len as usize];
-                let header = Header::of(Kind::Data, 0, tag, self.sent[which], &payload);
-                self.sent[which] += len;
-                (header, payload)
+                // Every element another, so that one in another's place is noticed.
+                let (first, step) = (seed.below(256), 1 + seed.below(255));
+                let payload: Vec<u8> = (0..len as usize).map(|i| (first + i * step) as u8).collect();
+                (Header::of(Kind::Data, 0, tag, sent, &payload), payload)
             }
         }
+    }
+
+    /// What was offered in the rank's memory, and not taken yet.
+    fn to_take(&self) -> Option<Header> {
+        let (tag, bytes) = *self.work.sends.get(self.image.taken).filter(|_| self.offers)?;
+        Some(Header { offset: bytes, ..Header::bare(Kind::Taken, 0, tag) })
     }
 
     /// A frame that is well formed and makes no sense, or a little of it.
@@ -184,8 +275,9 @@ impl<'a> Session<'a> {
         (Header::of(kind, job, tag, offset, &payload), payload)
     }
 
-    /// Sends bytes, maybe in two parts; steps the rank after each.
+    /// Sends a frame, or what is left of one, maybe in two parts; steps the rank after each.
     fn send(&mut self, bytes: &[u8], seed: &mut Seed) -> Result<bool, CommError> {
+        self.image.note(bytes, &self.work.expected);
         let cut = if seed.below(4) == 0 { seed.below(bytes.len() + 1) } else { bytes.len() };
         for part in [&bytes[..cut], &bytes[cut..]].into_iter().filter(|p| !p.is_empty()) {
             let mut rest = part;
@@ -234,13 +326,68 @@ impl<'a> Session<'a> {
         self.step()
     }
 
+    /// Whether the peer has done its part, and only the honest rank may have something to do.
+    fn has_said_all(&self) -> bool {
+        let came = |e: &Expected| self.image.len(e.tag) == e.bytes;
+        let sends = self.work.sends.len();
+        !self.image.out_of_step
+            && self.image.announced == sends
+            && (!self.offers || self.image.taken == sends)
+            && self.work.expected.iter().all(came)
+    }
+
+    /// Goes on until the honest rank is done, too.
+    fn settle(&mut self) -> Result<bool, CommError> {
+        let begun = Monotonic.now_ns();
+        while !self.step()? {
+            if Monotonic.now_ns() - begun > SETTLE_NS {
+                return Ok(false);
+            }
+            std::thread::yield_now();
+        }
+        Ok(true)
+    }
+
+    /// The job is done: every element that the peer had a part in is what came, and what the honest rank sent is whole, too. How much was
+    /// compared.
+    fn check(mut self) -> u64 {
+        self.engine.finish(self.handle).expect("it is done");
+        let Work { program, expected, before, .. } = self.work;
+        let mut compared = self.image.compare(&self.buffers, program, expected, before);
+        if self.honest.is_some() {
+            let mut found = vec![0; honest_bytes(FROM_HONEST).len()];
+            self.buffers.read_destination(FROM_HONEST, &mut found);
+            assert!(found == honest_bytes(FROM_HONEST), "what came from the honest rank is wrong");
+            compared += found.len();
+        }
+        let Self { mut engine, honest, peer, .. } = self;
+        // Of the two only the honest one waits for a farewell, and says one.
+        drop(peer);
+        engine.close();
+        drop(engine);
+        honest.into_iter().for_each(|Honest(thread)| {
+            thread.join().unwrap().expect("the honest rank is done, too");
+        });
+        compared as u64
+    }
+
+    /// The job is not done: the honest rank is told so, and ends.
+    fn give_up(self, end: &str) {
+        let Self { engine, honest, peer, .. } = self;
+        drop((engine, peer));
+        let told = honest.map(|Honest(thread)| thread.join().expect("it does not panic"));
+        if let (Some(Err(error)), "nonsense" | "lost") = (told, end) {
+            assert_eq!(error.culprit(), Some(PEER), "{error}");
+        }
+    }
+
     /// The peer falls silent, or is gone: the rank has to end.
-    fn end(mut self, seed: &mut Seed) {
+    fn end(&mut self, seed: &mut Seed) {
         if seed.below(2) == 0 {
             let _gone = rustix::net::shutdown(&self.peer, rustix::net::Shutdown::Both);
         }
         for _ in 0..MAX_STEPS {
-            self.clock.jump(50);
+            self.clock.jump(STEP_MS);
             match self.step() {
                 Ok(false) => {}
                 Ok(true) | Err(_) => return,
@@ -277,14 +424,29 @@ fn spoil(header: &Header, payload: &[u8], seed: &mut Seed) -> Vec<u8> {
     bytes
 }
 
-/// A session of some frames; how many, and whether the job was done.
-fn session(work: &Work, seed: &mut Seed, frames: &Cell<u64>) -> &'static str {
+/// A session of some frames; how it ended, and how many bytes of tensors were compared in the end.
+fn session(work: &Work, seed: &mut Seed, frames: &Cell<u64>) -> (&'static str, u64) {
     let mut session = Session::new(work, seed);
+    match frames_of(&mut session, seed, frames) {
+        "done" => ("done", session.check()),
+        end => {
+            session.give_up(end);
+            (end, 0)
+        }
+    }
+}
+
+fn frames_of(session: &mut Session<'_>, seed: &mut Seed, frames: &Cell<u64>) -> &'static str {
     let greeting = Header::bare(Kind::Hello, 0, if seed.below(200) == 0 { 7 } else { PEER.0 });
     let mut next = greeting.encode().to_vec();
     loop {
         frames.set(frames.get() + 1);
-        match session.send(&next, seed) {
+        let sent = session.send(&next, seed);
+        let settled = match sent {
+            Ok(false) if session.work.has_honest && session.has_said_all() => session.settle(),
+            sent => sent,
+        };
+        match settled {
             Ok(false) => {}
             Ok(true) => return "done",
             Err(CommError::Protocol { peer: PEER, .. }) => return "nonsense",
@@ -330,12 +492,22 @@ fn session(work: &Work, seed: &mut Seed, frames: &Cell<u64>) -> &'static str {
 type Ends = BTreeMap<&'static str, u64>;
 
 const FRAMES_SENT: &str = "frames";
+const COMPARED: &str = "bytes compared";
+/// Ends with an honest rank beside.
+const AMONG: &str = "done among three";
 
-fn fuzz(work: &Work, number: u64, frames: u64) -> Ends {
+/// Every so many sessions there is an honest rank.
+const ALONE: usize = 12;
+
+fn fuzz(works: [&Work; 2], number: u64, frames: u64) -> Ends {
     let mut seed = Seed(0x0DDB_1A5E_5BAD_5EED ^ number);
     let (sent, mut ends) = (Cell::new(0), Ends::default());
     while sent.get() < frames {
-        *ends.entry(session(work, &mut seed, &sent)).or_default() += 1;
+        let work = works[usize::from(seed.below(ALONE) == 0)];
+        let (end, compared) = session(work, &mut seed, &sent);
+        *ends.entry(end).or_default() += 1;
+        *ends.entry(COMPARED).or_default() += compared;
+        *ends.entry(AMONG).or_default() += u64::from(work.has_honest && end == "done");
     }
     ends.insert(FRAMES_SENT, sent.get());
     ends
@@ -345,9 +517,10 @@ fn fuzz(work: &Work, number: u64, frames: u64) -> Ends {
 #[expect(clippy::disallowed_methods, reason = "how long to test is no part of a plan")]
 fn a_million_frames_into_a_live_rank() {
     let total: u64 = std::env::var("CROSSMESH_FUZZ_FRAMES").map_or(FRAMES, |n| n.parse().unwrap());
-    let work = &Work::new();
+    let (alone, among) = (Work::new(false), Work::new(true));
+    let works = [&alone, &among];
     let parts: Vec<Ends> = std::thread::scope(|scope| {
-        let part = |number| scope.spawn(move || fuzz(work, number, total.div_ceil(THREADS)));
+        let part = |number| scope.spawn(move || fuzz(works, number, total.div_ceil(THREADS)));
         let threads: Vec<_> = (0..THREADS).map(part).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
@@ -355,11 +528,16 @@ fn a_million_frames_into_a_live_rank() {
     for (end, count) in parts.into_iter().flatten() {
         *ends.entry(end).or_default() += count;
     }
-    let frames = ends.remove(FRAMES_SENT).unwrap_or(0);
-    println!("{frames} frames, {} connections: {ends:?}", ends.values().sum::<u64>());
+    let mut take = |what| ends.remove(what).unwrap_or(0);
+    let (frames, compared, among) = (take(FRAMES_SENT), take(COMPARED), take(AMONG));
+    println!(
+        "{frames} frames, {} connections: {ends:?}; {compared} B of tensors compared, {among} jobs of three ranks done",
+        ends.values().sum::<u64>()
+    );
     assert!(frames >= total);
     // Every way to end was gone, so that none of them went untested.
     for end in ["done", "nonsense", "farewell", "silence", "segment"] {
         assert!(ends.contains_key(end) || total < FRAMES, "nothing ended by `{end}`: {ends:?}");
     }
+    assert!(compared > 0 && among > 0 || total < FRAMES, "no job was done among three");
 }

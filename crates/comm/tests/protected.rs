@@ -67,15 +67,15 @@ fn stand_between(
 fn take_part(rank: VerifiedRank, stream: TcpStream, session: &crossmesh_comm::protect::Session) -> Ended {
     let (me, peer) = (rank.id(), Rank(1 - rank.id().0));
     let buffers = RankBuffers::allocate(rank, Sharing::Private).unwrap();
-    pattern::fill_sources(&buffers);
-    pattern::poison_destinations(&buffers);
+    pattern::fill_sources(&buffers).unwrap();
+    pattern::poison_destinations(&buffers).unwrap();
     let link = StreamLink::protected(me, peer, stream, session).unwrap();
     let options = EngineOptions { deadline_ms: 5000, ..Default::default() };
     let mut engine = Engine::new(me, vec![(peer, Box::new(link))], Box::new(Monotonic), options).unwrap();
     let handle = engine.start(JobSpec::new(0, &buffers).unwrap()).unwrap();
     let result = engine.wait(handle);
     engine.close();
-    let wrong = if result.is_ok() { pattern::check_destinations(&buffers) } else { None };
+    let wrong = if result.is_ok() { pattern::check_destinations(&buffers).unwrap() } else { None };
     assert_eq!(wrong, None);
     result
 }

@@ -18,7 +18,11 @@ fn of_a_peer(bytes: u64) -> Memory {
     ftruncate(&segment, bytes).unwrap();
     fcntl_add_seals(&segment, SealFlags::SHRINK).unwrap();
     let memory = Memory::of_peer(segment).unwrap();
-    assert!(memory.own().unwrap().elements::<u8>(0, bytes as usize).iter().all(|byte| *byte == 0));
+    let mut page = [1; 4096];
+    for at in (0..bytes).step_by(page.len()) {
+        memory.read_of_peer(at, &mut page);
+        assert_eq!(page, [0; 4096]);
+    }
     memory
 }
 
@@ -36,6 +40,6 @@ fn what_is_taken_in_a_run_is_seen_and_nothing_else() {
     meter.end();
     let extra = meter.extra_bytes(48 * MIB);
     // The system counts resident pages in batches, and pages of the heap that were there before may have been given back.
-    assert!((28 * MIB - MIB / 2..30 * MIB).contains(&extra), "{} KiB", extra >> 10);
+    assert!((26 * MIB..30 * MIB).contains(&extra), "{} KiB", extra >> 10);
     drop((tensors, peers, staging));
 }

@@ -9,9 +9,9 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::lower::{Addressing, project};
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
-use crossmesh_core::reshard::{PlanOptions, Problem, Projector, lower, plan};
+use crossmesh_core::reshard::{PlanOptions, Problem, lower, plan};
 use crossmesh_core::verify::verify;
 
 /// The system's allocator, and how many bytes are in use.
@@ -65,8 +65,9 @@ fn problem(tensors: usize) -> Problem {
     Problem::new((0..tensors).map(pair).collect(), Hosts::default()).expect("it can be planned")
 }
 
-/// What one rank's part of a plan takes beyond the plan: FSDP over 8 devices a host to as many replicas of 8-way tensor parallelism.
-fn project_one(hosts: usize) {
+/// FSDP over 8 devices a host to as many replicas of 8-way tensor parallelism: what planning and verifying take at their peak, and
+/// one rank's part beyond the plan.
+fn fsdp(hosts: usize) {
     let (src, dst) = (
         format!("bf16[16384,16384]@T{{fsdp:{}}}(fsdp,_)", 8 * hosts),
         format!("bf16[16384,16384]@I{{dp:{hosts},tp:8}}(_,tp)"),
@@ -75,12 +76,18 @@ fn project_one(hosts: usize) {
     let per_host = Assumed { devices_per_host: Some(8), ..Assumed::default() };
     let problem = Problem::new(vec![(String::new(), parse(&src), parse(&dst))], Hosts::Assumed(per_host));
     let problem = problem.expect("it can be planned");
-    let plan = plan(&problem, &PlanOptions::default()).expect("it can be planned");
-    let projector = Projector::new(&plan);
+    let (plan, planning) = peak_of(|| plan(&problem, &PlanOptions::default()).expect("it can be planned"));
+    let (_, verifying) = peak_of(|| verify(&plan).expect("the plan is right"));
+    let [planning, verifying] = [planning, verifying].map(|bytes| bytes as f64 / f64::from(1 << 20));
+    let transfers = plan.transfers().len();
+    println!(
+        "{transfers:>9} transfers   planning {planning:.0} MiB, verifying {verifying:.0} MiB beside the plan"
+    );
+    assert!(planning <= 4096.0 && verifying <= 4096.0, "more than 4 GiB");
     for rank in [problem.reshards[0].src.ranks[1], problem.reshards[0].dst.ranks[1]] {
-        let (program, bytes) = peak_of(|| projector.project(rank, Addressing::Apart));
+        let (program, bytes) = peak_of(|| project(&plan, rank, Addressing::Apart));
         let (ops, mib) = (program.ranks[rank.index()].ops.len(), bytes as f64 / f64::from(1 << 20));
-        println!("{:>9} transfers   {rank} alone, {ops} ops: {mib:.2} MiB", plan.transfers().len());
+        println!("{transfers:>9} transfers   {rank} alone, {ops} ops: {mib:.2} MiB");
         assert!(mib <= 10.0, "{mib} MiB for one rank's part");
     }
 }
@@ -88,7 +95,7 @@ fn project_one(hosts: usize) {
 fn main() {
     let has = |flag: &str| std::env::args().any(|arg| arg == flag);
     let full = has("--bench") && !has("--test");
-    project_one(if full { 512 } else { 4 });
+    fsdp(if full { 512 } else { 4 });
     let smallest = if full { 125 } else { 2 };
     println!("{:>9} transfers   bytes a transfer at the peak: plan, verify, lower", "");
     let mut first: Option<[f64; 3]> = None;

@@ -7,9 +7,9 @@ use std::fmt;
 
 use crossmesh_core::id::Rank;
 use crossmesh_core::layout::Layout;
-use crossmesh_core::reshard::lower::Addressing;
+use crossmesh_core::reshard::lower::{Addressing, project};
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
-use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Projector, Reshard, lower, lower_bound, plan};
+use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Reshard, lower, lower_bound, plan};
 use crossmesh_core::sim::simulate;
 use crossmesh_core::verify::{verify, verify_for};
 use divan::Bencher;
@@ -30,12 +30,15 @@ enum Case {
     Devices,
     /// 1,000 tensors, 256 devices to 128, planned together.
     Tensors,
-    /// From FSDP over 4,096 devices to 512 replicas of 8-way tensor parallelism: 16.8 million transfers. Planned only.
+    /// A reduce-scatter over 4,096 devices of one mesh. Planned and verified.
+    ReduceScatter,
+    /// From FSDP over 4,096 devices to 512 replicas of 8-way tensor parallelism: 16.8 million transfers. Planned and verified.
     Fsdp,
 }
 
 const CASES: [Case; 4] = [Case::Chunks, Case::Crossing, Case::Devices, Case::Tensors];
-const PLANNED: [Case; 5] = [Case::Chunks, Case::Crossing, Case::Devices, Case::Tensors, Case::Fsdp];
+const PLANNED: [Case; 6] =
+    [Case::Chunks, Case::Crossing, Case::Devices, Case::Tensors, Case::ReduceScatter, Case::Fsdp];
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -44,6 +47,7 @@ impl fmt::Display for Case {
             Case::Crossing => "1024 chunks x 1024 chunks, crossing",
             Case::Devices => "4096 devices to 4096",
             Case::Tensors => "1000 tensors, 256 to 128",
+            Case::ReduceScatter => "reduce-scatter over 4096",
             Case::Fsdp => "fsdp 4096 to dp 512 x tp 8",
         })
     }
@@ -56,8 +60,19 @@ struct Checksum {
     bytes: u64,
 }
 
+impl Checksum {
+    fn of(plan: &Plan) -> Self {
+        Self { transfers: plan.transfers().len(), bytes: plan.bytes_moved() }
+    }
+}
+
 impl Case {
     fn problem(self) -> Problem {
+        problem(self.pairs())
+    }
+
+    /// Names, and layouts before and after.
+    fn pairs(self) -> Vec<(String, Layout, Layout)> {
         let full = is_full();
         let hosts = |full_hosts: u32, small: u32| if full { full_hosts } else { small };
         let pairs: Vec<(String, String)> = match self {
@@ -86,6 +101,11 @@ impl Case {
                 let dst = |i| format!("{}@B{{r:{},tp:8}}(tp,_)", shape(i), h / 2);
                 (0..tensors).map(|i| (src(i), dst(i))).collect()
             }
+            Case::ReduceScatter => {
+                let n = hosts(512, 4);
+                let mesh = format!("f32[16777216]@A{{h:{n},d:8}}");
+                vec![(format!("{mesh}(_ | sum h+d)"), format!("{mesh}(h+d)"))]
+            }
             Case::Fsdp => {
                 let n = hosts(512, 4);
                 let shape = "bf16[16384,16384]";
@@ -96,15 +116,15 @@ impl Case {
             }
         };
         let parse = |s: &String| s.parse().expect("the notation is right");
-        let pairs = pairs.iter().map(|(src, dst)| (String::new(), parse(src), parse(dst))).collect();
-        let per_host = Assumed { devices_per_host: Some(8), ..Assumed::default() };
-        Problem::new(pairs, Hosts::Assumed(per_host)).expect("it can be planned")
+        let named = |(i, (src, dst)): (usize, &(String, String))| (format!("t{i}"), parse(src), parse(dst));
+        pairs.iter().enumerate().map(named).collect()
     }
 
     /// Counted from the layouts, where no device has anything yet: each gets its shard once, in as many boxes as there
-    /// are source chunks that meet it.
+    /// are source chunks that meet it. Of a sum only what the planner itself says, in another run.
     fn checksum(self, problem: &Problem) -> Checksum {
         let transfers = match (self, is_full()) {
+            (Case::ReduceScatter, _) => return Checksum::of(&self.plan()),
             (Case::Chunks, _) => meetings(&problem.reshards[0]),
             (Case::Crossing, true) => 1024 * 1024,
             (Case::Crossing, false) => 32 * 32,
@@ -127,6 +147,11 @@ impl Case {
     }
 }
 
+fn problem(pairs: Vec<(String, Layout, Layout)>) -> Problem {
+    let per_host = Assumed { devices_per_host: Some(8), ..Assumed::default() };
+    Problem::new(pairs, Hosts::Assumed(per_host)).expect("it can be planned")
+}
+
 /// How many pairs of a source and a destination part of dim 0 have elements in common.
 fn meetings(tensor: &Reshard) -> usize {
     let parts = |layout: &Layout| layout.by_axes().expect("cases are split by axes").part_spans(0).concat();
@@ -146,13 +171,26 @@ fn bench_plan(bencher: Bencher, case: &Case) {
     let checksum = case.checksum(&problem);
     bencher.counter(ItemsCount::new(checksum.transfers)).bench_local(|| {
         let plan = plan(&problem, &PlanOptions::default()).expect("it can be planned");
-        let found = Checksum { transfers: plan.transfers().len(), bytes: plan.bytes_moved() };
-        assert_eq!(found, checksum, "{case}");
+        assert_eq!(Checksum::of(&plan), checksum, "{case}");
         plan
     });
 }
 
-#[divan::bench(name = "verify", args = CASES, sample_count = 5, sample_size = 1)]
+/// From layouts on, as Python's `cm.plan` has it: bench/python/calls.py prints the other number.
+#[divan::bench(name = "problem_and_plan", args = [Case::Tensors], sample_count = 5, sample_size = 1)]
+fn bench_problem_and_plan(bencher: Bencher, case: &Case) {
+    let pairs = case.pairs();
+    let checksum = case.checksum(&problem(pairs.clone()));
+    bencher.counter(ItemsCount::new(checksum.transfers)).with_inputs(|| pairs.clone()).bench_local_values(
+        |pairs| {
+            let plan = plan(&problem(pairs), &PlanOptions::default()).expect("it can be planned");
+            assert_eq!(Checksum::of(&plan), checksum, "{case}");
+            plan
+        },
+    );
+}
+
+#[divan::bench(name = "verify", args = PLANNED, sample_count = 5, sample_size = 1)]
 fn bench_verify(bencher: Bencher, case: &Case) {
     let plan = case.plan();
     let checksum = case.checksum(&plan.problem);
@@ -178,16 +216,15 @@ fn bench_prove(bencher: Bencher, case: &Case) {
     });
 }
 
-/// One rank's part: one that sends, then one that receives.
+/// One rank's part of a plan, all that it takes: one that sends, then one that receives.
 #[divan::bench(name = "project", args = [0, 1], sample_count = 9, sample_size = 1)]
 fn bench_project(bencher: Bencher, side: usize) {
     let plan = Case::Fsdp.plan();
-    let projector = Projector::new(&plan);
     let placed = [&plan.problem.reshards[0].src, &plan.problem.reshards[0].dst][side];
     let rank: Rank = placed.ranks[placed.ranks.len() / 2];
     let touches = plan.transfers().iter().filter(|t| t.src == rank || t.dst == rank).count();
     bencher.counter(ItemsCount::new(touches)).bench_local(|| {
-        let program = projector.project(rank, Addressing::Apart);
+        let program = project(&plan, rank, Addressing::Apart);
         assert!(program.ranks[rank.index()].ops.len() >= touches);
         program
     });

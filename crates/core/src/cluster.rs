@@ -90,6 +90,9 @@ pub struct Cluster {
     pub message_s: f64,
     /// The same for messages between devices of a host.
     pub local_message_s: f64,
+    /// Where and when these rates and costs were measured. Without it they are what somebody says of a cluster: what a run
+    /// takes elsewhere cannot be held against them.
+    pub measured: Option<String>,
 }
 
 impl Cluster {
@@ -101,6 +104,7 @@ impl Cluster {
             local_latency_s: 0.0,
             message_s: 0.0,
             local_message_s: 0.0,
+            measured: None,
         }
     }
 

@@ -7,11 +7,13 @@
 pub mod box_index;
 pub mod cluster;
 pub mod collective;
+pub mod critical_path;
 pub mod dtype;
 pub mod id;
 pub mod layout;
 pub mod mesh;
 pub mod models;
+pub mod printable;
 pub mod program;
 pub mod region;
 pub mod reshard;

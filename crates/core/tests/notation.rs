@@ -310,3 +310,74 @@ fn names_of_other_systems_are_read() {
     }
     assert!("f32[8]@trainer-{tp:2}(tp)".parse::<Layout>().is_err());
 }
+
+/// The page's productions, by name: the words of each, and what it says in quotes.
+fn grammar() -> std::collections::BTreeMap<String, (Vec<String>, Vec<String>)> {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/notation.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let block = page.split("## Grammar").nth(1).unwrap().split("```").nth(1).unwrap();
+    let productions = block.lines().filter_map(|line| line.split_once(":="));
+    let read = |(name, right): (&str, &str)| {
+        let quoted = right.split('\'').skip(1).step_by(2).map(String::from).collect();
+        let bare =
+            right.split('\'').step_by(2).flat_map(|part| part.split(|c: char| !c.is_ascii_lowercase()));
+        (name.trim().to_string(), (bare.filter(|w| !w.is_empty()).map(String::from).collect(), quoted))
+    };
+    productions.map(read).collect()
+}
+
+#[test]
+fn every_word_of_the_grammar_has_a_production_and_every_production_is_used() {
+    let grammar = grammar();
+    let used: std::collections::BTreeSet<&String> = grammar.values().flat_map(|(words, _)| words).collect();
+    for word in &used {
+        assert!(grammar.contains_key(*word), "`{word}` is used and nowhere said");
+    }
+    for name in grammar.keys().filter(|name| *name != "layout") {
+        assert!(used.contains(name), "`{name}` is said and nowhere used");
+    }
+    assert!(grammar.len() >= 18, "{grammar:?}");
+}
+
+#[test]
+fn the_grammar_names_all_dtypes_and_ways_to_add_up() {
+    let grammar = grammar();
+    assert_eq!(grammar["dtype"].1, DType::ALL.map(|dtype| dtype.name().to_string()));
+    for op in &grammar["op"].1 {
+        let text = format!("f32[8]@A{{x:2}}(_ | {op} x)");
+        assert_eq!(text.parse::<Layout>().unwrap().to_string(), text);
+    }
+    assert_eq!(grammar["op"].1.len(), 3);
+    assert!("f32[8]@A{x:2}(_ | prod x)".parse::<Layout>().is_err());
+}
+
+#[test]
+fn what_torch_and_jax_cannot_say_is_named() {
+    let axes = |text: &str| -> Vec<Vec<usize>> {
+        let layout: Layout = text.parse().unwrap();
+        layout.chunking_axes().unwrap().into_iter().map(<[usize]>::to_vec).collect()
+    };
+    assert_eq!(axes("f32[8,6]@A{dp:2,tp:2}(tp+dp,_)"), [vec![1, 0], vec![]]);
+    // Said by cuts or as fused, and yet where torch.chunk cuts.
+    assert_eq!(axes("f32[10,4]@A{tp:4}(tp[0,3,6,9,10],_)"), [vec![0], vec![]]);
+    assert_eq!(axes("f32[8]@A{tp:2}(tp of 8)"), [vec![0]]);
+    for (text, says) in [
+        (
+            "f32[10]@A{tp:4}(tp[0,2,6,9,10])",
+            "dim 0 is split `tp[0,2,6,9,10]`: cuts that are not torch.chunk's",
+        ),
+        ("f32[4,6]@A{tp:2}(_,tp of 4+2)", "dim 1 is split `tp of 4+2`: fused parts have no counterpart"),
+        ("f32[8]@A{tp:2}{0: [0:4]; 1: [4:8]}", "listed boxes have no counterpart"),
+    ] {
+        let error = text.parse::<Layout>().unwrap().chunking_axes().unwrap_err().to_string();
+        assert!(error.contains(says) && error.contains("hint: "), "{error}");
+    }
+}
+
+#[test]
+fn an_empty_shard_has_its_other_dims() {
+    let layout: Layout = "f32[4,2,6]@A{tp:3,ep:2}(_,tp,ep of 4+2)".parse().unwrap();
+    let by_axes = layout.by_axes().unwrap();
+    assert_eq!(by_axes.lens_at(&[1, 1]), [4, 1, 3]);
+    assert_eq!(by_axes.lens_at(&[2, 0]), [4, 0, 3]);
+}

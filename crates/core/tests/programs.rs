@@ -2,50 +2,102 @@
 
 use std::collections::BTreeMap;
 
-use crossmesh_core::collective::{Call, Collective, Group};
+use crossmesh_core::cluster::{Cluster, Host};
+use crossmesh_core::collective::{self, Algorithm, Call, Collective, CollectiveOptions, Group};
 use crossmesh_core::dtype::DType;
 use crossmesh_core::id::{Rank, TransferId};
 use crossmesh_core::program::Program;
 use crossmesh_core::program::doc::{ProgramDoc, ProgramDocError};
 use crossmesh_core::region::{Region, Span};
+use crossmesh_core::reshard::lower::{Addressing, lower_with};
 use crossmesh_core::reshard::{Plan, PlanOptions, Problem, Strategy, lower, plan};
-use crossmesh_core::verify::{Law, verify, verify_program};
+use crossmesh_core::step::lower_step;
+use crossmesh_core::verify::{Law, accepts_by_rank, verify, verify_for, verify_program};
+use crossmesh_testkit::boxes;
 use crossmesh_testkit::interpret::{Sends, interpret};
 use crossmesh_testkit::mutate_program::{Change, change};
 use crossmesh_testkit::replay::run_program;
-use crossmesh_testkit::seed::{Seed, Shape, problem};
+use crossmesh_testkit::seed::{Seed, Shape, partial_destination, problem};
 use crossmesh_testkit::simple::{self, Delivery};
-use crossmesh_testkit::sweep;
+use crossmesh_testkit::{steps, sweep};
+
+/// Where a program comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Origin {
+    /// A plan of some strategy, with and without a memory limit; or one made without much thought.
+    Reshard,
+    Boxes,
+    /// The destination is a partial sum, too.
+    PartialDestination,
+    Collective,
+    /// A collective, on one rank where its source lies.
+    InPlace,
+    /// Passes of a schedule, and what crosses between them.
+    Step,
+}
+
+impl Origin {
+    const ALL: [Origin; 6] = [
+        Origin::Reshard,
+        Origin::Boxes,
+        Origin::PartialDestination,
+        Origin::Collective,
+        Origin::InPlace,
+        Origin::Step,
+    ];
+
+    fn of(number: u64) -> Self {
+        Self::ALL[number as usize % Self::ALL.len()]
+    }
+}
 
 /// A program of some kind, small enough to be carried out byte by byte.
 fn program(number: u64) -> Program {
     let mut seed = Seed(number);
-    if number.is_multiple_of(5) {
-        return collective(&mut seed);
+    match Origin::of(number) {
+        Origin::Reshard if seed.one_in(3) => {
+            let problem = problem(number, Shape::SMALL);
+            let delivery = seed.pick(&[Delivery::Direct, Delivery::Chain, Delivery::Ordered]);
+            lower(&simple::plan(&problem, delivery))
+        }
+        Origin::Collective => lower(&collective(&mut seed)),
+        Origin::InPlace => {
+            let plan = collective(&mut seed);
+            let rank = Rank::at(seed.below(plan.problem.topology.num_ranks()));
+            lower_with(&plan, Addressing::InPlace(rank))
+        }
+        Origin::Step => Program::clone(&lower_step(&steps::step(number)).unwrap().program),
+        _ => lower(&planned(&random_problem(number), &mut seed)),
     }
-    let problem = problem(number, Shape::SMALL);
-    if seed.below(3) == 0 {
-        return lower(&simple::plan(
-            &problem,
-            seed.pick(&[Delivery::Direct, Delivery::Chain, Delivery::Ordered]),
-        ));
+}
+
+/// A problem of the number's origin; one that axes split where that is no problem.
+fn random_problem(number: u64) -> Problem {
+    match Origin::of(number) {
+        Origin::Boxes => boxes::small_problem(number),
+        Origin::PartialDestination => partial_destination(number, 9),
+        _ => problem(number, Shape::SMALL),
     }
+}
+
+/// A plan by any strategy, under a limit or none; ours where that one has none.
+fn planned(problem: &Problem, seed: &mut Seed) -> Plan {
     let limit = (seed.below(3) == 0).then(|| 8 + seed.below(200) as u64);
     let strategy = seed.pick(&Strategy::CONCRETE);
     let options = PlanOptions { strategy, max_extra_bytes: limit, ..PlanOptions::default() };
-    let planned = plan(&problem, &options).or_else(|_| plan(&problem, &PlanOptions::default()));
-    lower(&planned.unwrap())
+    plan(problem, &options).or_else(|_| plan(problem, &PlanOptions::default())).unwrap()
 }
 
-fn collective(seed: &mut Seed) -> Program {
+fn collective(seed: &mut Seed) -> Plan {
     let ranks = 2 + seed.below(3) as u32;
     let group = Group::new((0..ranks).map(Rank).collect()).unwrap();
     let kind = seed.pick(&[Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather]);
     let call = Call::new(kind, &group, DType::F32, 1 + seed.below(12) as u64);
-    let hosts = vec![crossmesh_core::cluster::Host::with_devices(ranks)];
-    let cluster = crossmesh_core::cluster::Cluster::of_hosts(hosts);
-    let plan = crossmesh_core::collective::plan(&[call], &cluster, &Default::default()).unwrap();
-    lower(&plan)
+    let hosts = (0..ranks).step_by(2).map(|first| Host::with_devices((ranks - first).min(2)));
+    let hosts = if seed.one_in(2) { hosts.collect() } else { vec![Host::with_devices(ranks)] };
+    let algorithm = if seed.one_in(2) { Algorithm::Auto } else { seed.pick(&Algorithm::CONCRETE) };
+    let options = CollectiveOptions { algorithm, ..CollectiveOptions::default() };
+    collective::plan(&[call], &Cluster::of_hosts(hosts), &options).unwrap()
 }
 
 /// Runs with both kinds of sends in several orders; an error if any goes wrong or they differ.
@@ -63,22 +115,21 @@ fn runs_right(program: &Program, seed: u64, orders: u64) -> Result<(), String> {
     Ok(())
 }
 
-#[test]
-fn changed_programs_are_refused_or_harmless() {
-    let wanted = sweep::count(6_000);
-    let mut seen: BTreeMap<Change, [usize; 2]> = BTreeMap::new();
+/// Changes programs until `wanted` are changed, and panics if one passes that goes wrong.
+fn change_programs(wanted: usize, numbers: impl Iterator<Item = u64>) -> Seen {
+    let mut seen = Seen::new();
     let mut count = 0;
-    for number in 0.. {
+    for number in numbers {
         let good = program(number);
         if verify_program(&good).is_err() {
-            continue; // of plans too simple for their sums
+            continue; // of plans too simple for their sums, and algorithms that need two places
         }
         let mut seed = Seed(number);
         for kind in Change::ALL {
             let Some(changed) = change(&good, kind, &mut seed) else { continue };
             count += 1;
             let verdict = verify_program(&changed);
-            seen.entry(kind).or_default()[usize::from(verdict.is_ok())] += 1;
+            seen.entry((Origin::of(number), kind)).or_default()[usize::from(verdict.is_ok())] += 1;
             if verdict.is_ok() {
                 runs_right(&changed, number, 3)
                     .unwrap_or_else(|e| panic!("program {number}, {kind:?} passes, but {e}\n{changed}"));
@@ -88,11 +139,90 @@ fn changed_programs_are_refused_or_harmless() {
             break;
         }
     }
-    for kind in Change::ALL {
-        let [refused, harmless] = seen.get(&kind).copied().unwrap_or_default();
-        assert!(refused + harmless > wanted / 200, "{kind:?}: {refused} refused, {harmless} harmless");
+    seen
+}
+
+/// By origin and change: how many were refused, and how many harmless.
+type Seen = BTreeMap<(Origin, Change), [usize; 2]>;
+
+fn total(seen: &Seen, of: impl Fn(&(Origin, Change)) -> bool) -> [usize; 2] {
+    let counts = seen.iter().filter(|(key, _)| of(key)).map(|(_, count)| *count);
+    counts.fold([0, 0], |sum, [refused, harmless]| [sum[0] + refused, sum[1] + harmless])
+}
+
+#[test]
+fn changed_programs_are_refused_or_harmless() {
+    let wanted = sweep::count(6_000);
+    let seen = change_programs(wanted, sweep::first()..);
+    for origin in Origin::ALL {
+        let [refused, harmless] = total(&seen, |(o, _)| *o == origin);
+        eprintln!("{origin:?}: {refused} changed programs refused, {harmless} harmless");
+        assert!(refused.min(harmless) > wanted / 100, "{origin:?}: {refused} refused, {harmless} harmless");
     }
-    eprintln!("{count} changed programs, refused and harmless: {seen:?}");
+    for kind in Change::ALL {
+        let [refused, harmless] = total(&seen, |(_, k)| *k == kind);
+        eprintln!("{kind:?}: {refused} refused, {harmless} harmless");
+        let least = if kind.is_of_passes() { wanted / 500 } else { wanted / 200 };
+        assert!(refused + harmless > least, "{kind:?}: {refused} refused, {harmless} harmless");
+    }
+}
+
+/// A plan without order and without sums: those are proven rank by rank.
+fn unordered_plan(number: u64) -> Option<Plan> {
+    let mut seed = Seed(number);
+    let problem = match number % 2 {
+        0 => problem(number, Shape { partial: false, ..Shape::SMALL }),
+        _ => boxes::small_problem(number),
+    };
+    let plan = match seed.below(3) {
+        0 => simple::plan(&problem, Delivery::Direct),
+        1 => planned(&problem, &mut seed),
+        _ => plan(&problem, &PlanOptions { strategy: Strategy::SendRecv, ..PlanOptions::default() }).ok()?,
+    };
+    (verify(&plan).is_ok() && accepts_by_rank(&plan, &lower(&plan))).then_some(plan)
+}
+
+/// The proof rank by rank lowers for itself. Here it gets programs that lowering did not make: what it lets pass, the proof of the
+/// whole program does, too.
+#[test]
+fn what_passes_rank_by_rank_passes_whole() {
+    let wanted = sweep::count(4_000);
+    let (mut refused, mut harmless, mut careful) = (BTreeMap::new(), BTreeMap::new(), 0);
+    let mut count = 0;
+    for number in sweep::first().. {
+        let Some(plan) = unordered_plan(number) else { continue };
+        let (good, mut seed) = (lower(&plan), Seed(number));
+        for kind in Change::ALL {
+            let Some(changed) = change(&good, kind, &mut seed) else { continue };
+            count += 1;
+            let whole = verify_for(&changed, &plan.problem);
+            if accepts_by_rank(&plan, &changed) {
+                whole.unwrap_or_else(|e| panic!("plan {number}, {kind:?} passes, but {e}\n{changed}"));
+                *harmless.entry(kind).or_insert(0) += 1;
+            } else {
+                careful += usize::from(whole.is_ok());
+                *refused.entry(kind).or_insert(0) += 1;
+            }
+        }
+        if count >= wanted {
+            break;
+        }
+    }
+    eprintln!(
+        "refused {refused:?}\nharmless {harmless:?}\n{careful} are refused that the whole proof lets pass"
+    );
+    // Where nothing is added up and nothing waits for anything else, these cannot be.
+    let cannot_be = |kind: &Change| {
+        use Change::{FlipReduce, RemoveDependency, StreamDependency, SwapDependent};
+        kind.is_of_passes()
+            || matches!(kind, FlipReduce | SwapDependent | RemoveDependency | StreamDependency)
+    };
+    for kind in Change::ALL.into_iter().filter(|kind| !cannot_be(kind)) {
+        let seen = refused.get(&kind).unwrap_or(&0) + harmless.get(&kind).unwrap_or(&0);
+        assert!(seen > wanted / 1000, "{kind:?}: {seen} programs");
+    }
+    let harmless: usize = harmless.values().sum();
+    assert!(harmless > wanted / 200, "{harmless} harmless");
 }
 
 #[test]
@@ -139,6 +269,12 @@ fn bad_documents_are_named() {
         Err(ProgramDocError::RankTwice { .. })
     ));
     assert!(matches!(doc(&|d| d.boxes[0] = vec![[5, 2]]).to_program(), Err(ProgramDocError::BadBox { .. })));
+    let elsewhere = doc(&|d| {
+        let at = busy(d);
+        d.ranks[at].buffers[0].memory = Some("disk".into());
+    });
+    let elsewhere = elsewhere.to_program().unwrap_err().to_string();
+    assert!(elsewhere.ends_with("buffer 0: `memory` cannot be disk"), "{elsewhere}");
     let unknown_buffer = law(&|d| {
         let at = busy(d);
         d.ranks[at].tiles[0].buffer = 99;
@@ -154,6 +290,15 @@ fn bad_documents_are_named() {
     assert_eq!(outside.0, Law::Malformed, "{}", outside.1);
     let huge = law(&|d| d.tensors[0].shape.iter_mut().for_each(|len| *len = u64::MAX));
     assert_eq!(huge.0, Law::Malformed, "{}", huge.1);
+    // 2^64 fits into no size at all.
+    for field in ["\"offset\":0", "\"bytes\":"] {
+        let (before, after) = good.split_once(field).unwrap();
+        let after = after.trim_start_matches(|c: char| c.is_ascii_digit());
+        let name = field.split(':').next().unwrap();
+        let text = format!("{before}{name}:18446744073709551616{after}");
+        let error = ProgramDoc::parse(&text).unwrap_err();
+        assert!(matches!(error, ProgramDocError::Json { .. }), "{field}: {error}");
+    }
     let huge = law(&|d| {
         let at = busy(d);
         d.ranks[at].tiles[0].offset = u64::MAX;
@@ -206,7 +351,7 @@ fn changed_plan(plan: &Plan, seed: &mut Seed) -> Option<Plan> {
     let (n, ranks) = (drafts.len(), plan.problem.topology.num_ranks());
     let i = if n == 0 { return None } else { seed.below(n) };
     let partial = plan.problem.reshards[drafts[i].6 as usize].src.layout.num_contributions() > 1;
-    match seed.below(11) {
+    match seed.below(12) {
         0 => drafts[i].0 = Rank::at(seed.below(ranks)),
         1 => drafts[i].1 = Rank::at(seed.below(ranks)),
         kind @ 2..=4 => {
@@ -225,6 +370,17 @@ fn changed_plan(plan: &Plan, seed: &mut Seed) -> Option<Plan> {
         7 => drafts[i].4 = partial && !drafts[i].4,
         8 => drafts.push(drafts[i].clone()),
         9 => drafts[i].5 = partial && !drafts[i].5,
+        10 => {
+            // Gone; who waited for it waits for what it waited for.
+            let gone = drafts.remove(i);
+            for draft in &mut drafts {
+                if draft.3.contains(&i) {
+                    draft.3.extend(&gone.3);
+                }
+                draft.3.retain(|a| *a != i);
+                draft.3.iter_mut().filter(|a| **a > i).for_each(|a| *a -= 1);
+            }
+        }
         _ => {
             // Two transfers change places; who waits for whom stays.
             let j = seed.below(n);
@@ -259,10 +415,10 @@ fn changed_plans_are_refused_or_harmless() {
     let (mut count, mut harmless) = (0, 0);
     for number in 0.. {
         let mut seed = Seed(number);
-        let problem = problem(number, Shape::SMALL);
-        let strategy = seed.pick(&Strategy::CONCRETE);
-        let options = PlanOptions { strategy, ..PlanOptions::default() };
-        let plan = plan(&problem, &options).or_else(|_| plan(&problem, &PlanOptions::default())).unwrap();
+        let plan = match Origin::of(number) {
+            Origin::Collective | Origin::InPlace => collective(&mut seed),
+            _ => planned(&random_problem(number), &mut seed),
+        };
         for _ in 0..8 {
             let Some(changed) = changed_plan(&plan, &mut seed) else { break };
             count += 1;

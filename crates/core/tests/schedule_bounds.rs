@@ -1,10 +1,11 @@
-//! What is said about schedules holds for all of them: the common bound, the split of the bubble, and that `search` is never worse.
+//! What is said about schedules holds for all of them: the common bound, the split of the bubble, the critical path, and that `search`
+//! is never worse.
 //!
 //! `CROSSMESH_SWEEP=3000` tries more pipelines.
 
 use crossmesh_core::id::DeviceId;
 use crossmesh_core::schedule::{
-    Hop, Name, Schedule, Spec, StageCost, Timed, bound, bubble, generate, memory, time,
+    Hop, Name, Schedule, Spec, StageCost, Timed, bound, bubble, critical_path, generate, memory, time,
 };
 use crossmesh_testkit::seed::Seed;
 use crossmesh_testkit::sweep;
@@ -53,6 +54,7 @@ fn no_schedule_beats_the_common_bound_and_every_bubble_adds_up() {
             let own = bound::placed(schedule.placement(), &costs, spec.microbatches);
             assert!(timed.makespan >= own * (1.0 - 1e-9), "{about}: {} < {own}", timed.makespan);
             adds_up(&schedule, &timed, &about);
+            leads_through(&schedule, &timed, &about);
             if let Some(caps) = &spec.caps {
                 let footprint = memory::Footprint::shares(schedule.placement());
                 memory::within(&schedule, &timed, &footprint, caps).expect("within the cap");
@@ -69,6 +71,18 @@ fn no_schedule_beats_the_common_bound_and_every_bubble_adds_up() {
         }
     }
     assert!(seen > 5 * pipelines, "{seen} schedules");
+}
+
+/// The path begins with the step and ends with it, and nothing on it waits for anything but what is before it.
+fn leads_through(schedule: &Schedule, timed: &Timed, about: &str) {
+    let close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * timed.makespan.max(1e-9);
+    let path = critical_path(schedule, timed);
+    let (first, last) = (path.first().expect("a step has passes"), path.last().expect("a step has passes"));
+    assert!(close(first.span.start, 0.0) && close(last.span.end, timed.makespan), "{about}: {path:?}");
+    for pair in path.windows(2) {
+        assert!(close(pair[0].arrived, pair[1].span.start), "{about}: {pair:?}");
+        assert!(pair[0].arrived >= pair[0].span.end - 1e-9, "{about}: {pair:?}");
+    }
 }
 
 /// busy + inside + between = busy + ramp + imbalance + communication + dependency = the whole step, on every device.

@@ -11,7 +11,21 @@ template <typename T> __device__ __forceinline__ void strips(const T* x, u32 row
 #pragma unroll
     for (int i = 0; i < N; i++) sum[i] = 0.0f;
     if (at < cols) {
-        for (u32 row = blockIdx.y * 8 + group; row < rows; row += gridDim.y * 8) {
+        // Four rows are asked for before the first is added; the order stays.
+        u32 row = blockIdx.y * 8 + group, step = gridDim.y * 8;
+        for (; (u64)row + 3 * (u64)step < rows; row += 4 * step) {
+            uint4 read[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) read[k] = *reinterpret_cast<const uint4*>(x + ((u64)row + k * (u64)step) * cols + at);
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                float v[N];
+                Lanes<T>::load(reinterpret_cast<const T*>(&read[k]), v);
+#pragma unroll
+                for (int i = 0; i < N; i++) sum[i] += v[i];
+            }
+        }
+        for (; row < rows; row += step) {
             float v[N];
             Lanes<T>::load(x + (u64)row * cols + at, v);
 #pragma unroll

@@ -84,3 +84,19 @@ template <int WARPS> __device__ __forceinline__ float block_max(float x, float* 
     for (int i = 1; i < WARPS; i++) max = fmaxf(max, shared[i]);
     return max;
 }
+
+struct Draws { u32 key0, key1, high0, high1; };
+
+// Philox 4x32-10 (Salmon et al., SC'11): draws 4 block .. 4 block + 3 of a stream.
+__device__ __forceinline__ uint4 philox(u64 block, const Draws& draws) {
+    u32 c0 = (u32)block, c1 = (u32)(block >> 32), c2 = draws.high0, c3 = draws.high1, k0 = draws.key0, k1 = draws.key1;
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        u32 h0 = __umulhi(c0, 0xD2511F53u), l0 = c0 * 0xD2511F53u, h1 = __umulhi(c2, 0xCD9E8D57u), l1 = c2 * 0xCD9E8D57u;
+        c0 = h1 ^ c1 ^ k0; c1 = l1; c2 = h0 ^ c3 ^ k1; c3 = l0;
+        k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
+    }
+    return make_uint4(c0, c1, c2, c3);
+}
+
+__device__ __forceinline__ u32 draw(const uint4& four, u32 i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }

@@ -1,14 +1,15 @@
 // Rows of a table, and their gradients in a fixed order.
 
 // y[row] = tokens[ids[row]] + positions[row % context]; an id outside of [first, first + held) reads as zero.
-template <typename T> __device__ __forceinline__ void embed(const T* tokens, const T* positions, const int* ids, u32 first, u32 held, u32 context, u32 width, T* y) {
+// With `add` it is added to what is there.
+template <typename T> __device__ __forceinline__ void embed(const T* tokens, const T* positions, const int* ids, u32 first, u32 held, u32 context, u32 width, u32 add, T* y) {
     constexpr int N = Lanes<T>::N;
     u32 row = blockIdx.x;
     i64 id = (i64)ids[row] - first;
     bool here = id >= 0 && id < held;
     const T* token = tokens + (here ? (u64)id * width : 0);
-    const T* position = positions ? positions + (u64)(row % context) * width : nullptr;
     T* out = y + (u64)row * width;
+    const T* position = add ? out : positions ? positions + (u64)(row % context) * width : nullptr;
     u32 vectors = ((u64)tokens | (u64)positions | (u64)y | ((u64)width * sizeof(T))) % 16 == 0 ? width / N : 0;
     for (u32 v = threadIdx.x; v < vectors; v += blockDim.x) {
         float a[N], b[N];
@@ -80,8 +81,8 @@ template <typename T> __device__ __forceinline__ void samples(const T* dy, u32 r
 }
 
 #define EMBEDDING(T, suffix)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256) embedding_forward_##suffix(const T* tokens, const T* positions, const int* ids, u32 first, u32 held, u32 context, u32 width, T* y) { \
-        embed(tokens, positions, ids, first, held, context, width, y);                                                         \
+    extern "C" __global__ void __launch_bounds__(256) embedding_forward_##suffix(const T* tokens, const T* positions, const int* ids, u32 first, u32 held, u32 context, u32 width, u32 add, T* y) { \
+        embed(tokens, positions, ids, first, held, context, width, add, y);                                                         \
     }                                                                                                                          \
     extern "C" __global__ void __launch_bounds__(256) embedding_backward_##suffix(const T* dy, const u32* entries, const u32* starts, const u32* rows, u32 width, float* table) { \
         gather(dy, entries, starts, rows, width, table);                                                                       \

@@ -3,7 +3,7 @@
 //     sum = x + residual        y = (sum - mean) * rstd * gamma + beta        (RMS: no mean, no beta)
 //
 // A block has a row at a time. Where rows are whole vectors, its threads keep the row in registers: every number is read once and written
-// once. Gradients of gamma and beta are added up by column in registers, a block for the rows it sees, and then over the blocks in order.
+// once. Statistics are every row's mean and rstd, one behind the other (RMS: rstd alone). Gradients of gamma and beta are added up by column in registers, a block for the rows it sees, and then over the blocks in order.
 
 template <typename T> struct Row { const T* x; const T* residual; T* sum; u32 width; };
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ float2 block_sums(float2 v, float2* shared) {
 
 // CHUNKS vectors a thread.
 template <typename T, bool RMS, int CHUNKS>
-__device__ __forceinline__ void forward(const T* x, const T* residual, const T* gamma, const T* beta, float epsilon, u32 width, T* sum, T* y, float* mean, float* rstd) {
+__device__ __forceinline__ void forward(const T* x, const T* residual, const T* gamma, const T* beta, float epsilon, u32 width, T* sum, T* y, float* stats) {
     constexpr int N = Lanes<T>::N;
     __shared__ float2 shared[32];
     u64 row = (u64)blockIdx.x * width;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void forward(const T* x, const T* residual, const T* 
     }
     float scale = rsqrtf(spread / width + epsilon);
     if (threadIdx.x == 0) {
-        if (!RMS) mean[blockIdx.x] = center;
-        rstd[blockIdx.x] = scale;
+        if (!RMS) stats[2 * blockIdx.x] = center;
+        stats[RMS ? blockIdx.x : 2 * blockIdx.x + 1] = scale;
     }
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void forward(const T* x, const T* residual, const T* 
 
 // Rows of any width.
 template <typename T, bool RMS>
-__device__ __forceinline__ void forward_any(const T* x, const T* residual, const T* gamma, const T* beta, float epsilon, u32 width, T* sum, T* y, float* mean, float* rstd) {
+__device__ __forceinline__ void forward_any(const T* x, const T* residual, const T* gamma, const T* beta, float epsilon, u32 width, T* sum, T* y, float* stats) {
     __shared__ float2 shared[32];
     u64 row = (u64)blockIdx.x * width;
     float2 moments = make_float2(0.0f, 0.0f);
@@ -109,8 +109,8 @@ __device__ __forceinline__ void forward_any(const T* x, const T* residual, const
     }
     float scale = rsqrtf(spread / width + epsilon);
     if (threadIdx.x == 0) {
-        if (!RMS) mean[blockIdx.x] = center;
-        rstd[blockIdx.x] = scale;
+        if (!RMS) stats[2 * blockIdx.x] = center;
+        stats[RMS ? blockIdx.x : 2 * blockIdx.x + 1] = scale;
     }
     for (u32 at = threadIdx.x; at < width; at += blockDim.x) {
         float v = (to_f32(in[row + at]) - center) * scale * to_f32(gamma[at]);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void forward_any(const T* x, const T* residual, const
 // dx = residual + gradient; partial[block][0] and [1] are the block's sums of the gradients of gamma and beta. Where a
 // thread has one vector of a row, the next row is asked for before this one's sums are waited for; more vectors would cost half of the threads.
 template <typename T, bool RMS, int CHUNKS>
-__device__ __forceinline__ void backward(const T* x, const T* gamma, const float* mean, const float* rstd, const T* dy, const T* residual, u32 rows, u32 width, T* dx, float* partial) {
+__device__ __forceinline__ void backward(const T* x, const T* gamma, const float* stats, const T* dy, const T* residual, u32 rows, u32 width, T* dx, float* partial) {
     constexpr int N = Lanes<T>::N;
     constexpr bool AHEAD = CHUNKS == 1;
     __shared__ float2 shared[32];
@@ -148,7 +148,7 @@ __device__ __forceinline__ void backward(const T* x, const T* gamma, const float
     if (AHEAD) ask(blockIdx.x);
     for (u32 r = blockIdx.x; r < rows; r += gridDim.x) {
         u64 row = (u64)r * width;
-        float scale = rstd[r], center = RMS ? 0.0f : mean[r];
+        float scale = stats[RMS ? r : 2 * r + 1], center = RMS ? 0.0f : stats[2 * r];
         float hat[CHUNKS][N], weighted[CHUNKS][N];
         uint4 added[CHUNKS];
         if (!AHEAD) ask(r);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void backward(const T* x, const T* gamma, const float
 
 // Rows of any width: the sums are in shared memory, [1 or 2][width], where a column belongs to one thread.
 template <typename T, bool RMS>
-__device__ __forceinline__ void backward_any(const T* x, const T* gamma, const float* mean, const float* rstd, const T* dy, const T* residual, u32 rows, u32 width, T* dx, float* partial) {
+__device__ __forceinline__ void backward_any(const T* x, const T* gamma, const float* stats, const T* dy, const T* residual, u32 rows, u32 width, T* dx, float* partial) {
     extern __shared__ float columns[];
     __shared__ float2 shared[32];
     for (u32 at = threadIdx.x; at < width; at += blockDim.x) {
@@ -213,7 +213,7 @@ __device__ __forceinline__ void backward_any(const T* x, const T* gamma, const f
     }
     for (u32 r = blockIdx.x; r < rows; r += gridDim.x) {
         u64 row = (u64)r * width;
-        float scale = rstd[r], center = RMS ? 0.0f : mean[r];
+        float scale = stats[RMS ? r : 2 * r + 1], center = RMS ? 0.0f : stats[2 * r];
         float2 sums = make_float2(0.0f, 0.0f);
         for (u32 at = threadIdx.x; at < width; at += blockDim.x) {
             float hat = (to_f32(x[row + at]) - center) * scale, d = to_f32(dy[row + at]);
@@ -239,12 +239,12 @@ __device__ __forceinline__ void backward_any(const T* x, const T* gamma, const f
 }
 
 #define FORWARD(name, T, RMS, how)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(512) name(const T* x, const T* residual, const T* gamma, const T* beta, float epsilon, u32 width, T* sum, T* y, float* mean, float* rstd) { \
-        how(x, residual, gamma, beta, epsilon, width, sum, y, mean, rstd);                                                  \
+    extern "C" __global__ void __launch_bounds__(512) name(const T* x, const T* residual, const T* gamma, const T* beta, float epsilon, u32 width, T* sum, T* y, float* stats) { \
+        how(x, residual, gamma, beta, epsilon, width, sum, y, stats);                                                  \
     }
 #define BACKWARD(name, T, RMS, how)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(512) name(const T* x, const T* gamma, const float* mean, const float* rstd, const T* dy, const T* residual, u32 rows, u32 width, T* dx, float* partial) { \
-        how(x, gamma, mean, rstd, dy, residual, rows, width, dx, partial);                                                  \
+    extern "C" __global__ void __launch_bounds__(512) name(const T* x, const T* gamma, const float* stats, const T* dy, const T* residual, u32 rows, u32 width, T* dx, float* partial) { \
+        how(x, gamma, stats, dy, residual, rows, width, dx, partial);                                                  \
     }
 #define NORM(kind, T, suffix, RMS)                                                                                          \
     FORWARD(kind##_forward_1_##suffix, T, RMS, (forward<T, RMS, 1>))                                                        \

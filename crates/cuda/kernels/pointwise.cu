@@ -49,22 +49,6 @@ __device__ __forceinline__ float silu_slope(float x) {
     return s + x * s * (1.0f - s);
 }
 
-struct Draws { u32 key0, key1, high0, high1; };
-
-// Philox 4x32-10 (Salmon et al., SC'11): draws 4 block .. 4 block + 3 of a stream.
-__device__ __forceinline__ uint4 philox(u64 block, const Draws& draws) {
-    u32 c0 = (u32)block, c1 = (u32)(block >> 32), c2 = draws.high0, c3 = draws.high1, k0 = draws.key0, k1 = draws.key1;
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        u32 h0 = __umulhi(c0, 0xD2511F53u), l0 = c0 * 0xD2511F53u, h1 = __umulhi(c2, 0xCD9E8D57u), l1 = c2 * 0xCD9E8D57u;
-        c0 = h1 ^ c1 ^ k0; c1 = l1; c2 = h0 ^ c3 ^ k1; c3 = l0;
-        k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
-    }
-    return make_uint4(c0, c1, c2, c3);
-}
-
-__device__ __forceinline__ u32 draw(const uint4& four, u32 i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
-
 // Draws of neighbours come from one block: it is computed when the index enters it.
 struct Drawn {
     Draws draws;
@@ -102,6 +86,17 @@ template <typename T> __device__ __forceinline__ void drop(const T* x, const Dra
     Drawn drawn(draws);
     each<T, 1, 1>({x + done}, {y + done}, len - done, [&](const float* a, float* b, u64 i) {
         b[0] = drawn.at(first + done + i) < threshold ? 0.0f : a[0] * scale;
+    });
+}
+
+// y = x + dropped(branch + bias); without a bias or draws these are left out.
+template <typename T, bool BIAS, bool DROPS> __device__ __forceinline__ void join(const T* x, const T* branch, const T* bias, u32 cols, const Draws& draws, u64 first, u32 threshold, float scale, u64 len, T* y) {
+    Drawn drawn(draws);
+    each<T, 2, 1>({x, branch}, {y}, len, [&](const float* a, float* b, u64 i) {
+        float v = a[1];
+        if (BIAS) v += to_f32(bias[i % cols]);
+        if (DROPS) v = drawn.at(first + i) < threshold ? 0.0f : v * scale;
+        b[0] = a[0] + v;
     });
 }
 
@@ -161,6 +156,30 @@ template <typename T> __device__ __forceinline__ void rotate(const float* cosine
             b[1] = a[2] * silu(a[0]);                                                                                         \
         });                                                                                                                   \
     }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) geglu_forward_##suffix(const T* gate, const T* up, u64 len, T* y) {    \
+        each<T, 2, 1>({gate, up}, {y}, len, [](const float* a, float* b, u64) { b[0] = gelu(a[0]) * a[1]; });                 \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) geglu_backward_##suffix(const T* gate, const T* up, u64 len, T* dy, T* d_gate) { \
+        each<T, 3, 2>({gate, up, dy}, {d_gate, dy}, len, [](const float* a, float* b, u64) {                                  \
+            b[0] = a[2] * a[1] * gelu_slope(a[0]);                                                                            \
+            b[1] = a[2] * gelu(a[0]);                                                                                         \
+        });                                                                                                                   \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) silu_forward_##suffix(const T* x, u64 len, T* y) {                      \
+        each<T, 1, 1>({x}, {y}, len, [](const float* a, float* b, u64) { b[0] = silu(a[0]); });                               \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) silu_backward_##suffix(const T* x, u64 len, T* dy) {                    \
+        each<T, 2, 1>({x, dy}, {dy}, len, [](const float* a, float* b, u64) { b[0] = a[1] * silu_slope(a[0]); });             \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) difference_##suffix(const T* x, const T* target, float factor, u64 len, T* dx) { \
+        each<T, 2, 1>({x, target}, {dx}, len, [=](const float* a, float* b, u64) { b[0] = factor * (a[0] - a[1]); });         \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) join_##suffix(const T* x, const T* branch, const T* bias, u32 cols, Draws draws, u64 first, u32 threshold, float scale, u64 len, T* y) { \
+        if (bias && threshold) join<T, true, true>(x, branch, bias, cols, draws, first, threshold, scale, len, y);            \
+        else if (bias) join<T, true, false>(x, branch, bias, cols, draws, first, threshold, scale, len, y);                   \
+        else if (threshold) join<T, false, true>(x, branch, bias, cols, draws, first, threshold, scale, len, y);              \
+        else join<T, false, false>(x, branch, bias, cols, draws, first, threshold, scale, len, y);                            \
+    }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(256) dropout_##suffix(const T* x, Draws draws, u64 first, u32 threshold, float scale, u64 len, T* y) { \
         drop(x, draws, first, threshold, scale, len, y);                                                                      \
     }                                                                                                                         \
@@ -184,3 +203,24 @@ extern "C" __global__ void __launch_bounds__(256) to_bf16(const float* x, u64 le
     }
     for (u64 i = vectors * 8 + thread; i < len; i += stride) y[i] = of_f32<bf16>(x[i]);
 }
+
+extern "C" __global__ void __launch_bounds__(256) widen_bf16(const bf16* x, u64 len, float* y) {
+    u64 stride = (u64)gridDim.x * blockDim.x, thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    u64 vectors = ((u64)x | (u64)y) % 16 == 0 ? len / 8 : 0;
+    for (u64 v = thread; v < vectors; v += stride) {
+        float a[8];
+        Lanes<bf16>::load(x + v * 8, a);
+        Lanes<float>::store(y + v * 8, a);
+        Lanes<float>::store(y + v * 8 + 4, a + 4);
+    }
+    for (u64 i = vectors * 8 + thread; i < len; i += stride) y[i] = to_f32(x[i]);
+}
+
+// Rows of bias, added.
+template <typename T> __device__ __forceinline__ void shift(const T* bias, u32 cols, u64 len, T* y) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < len; i += (u64)gridDim.x * blockDim.x) {
+        y[i] = of_f32<T>(to_f32(y[i]) + to_f32(bias[i % cols]));
+    }
+}
+extern "C" __global__ void __launch_bounds__(256) add_bias_f32(const float* bias, u32 cols, u64 len, float* y) { shift(bias, cols, len, y); }
+extern "C" __global__ void __launch_bounds__(256) add_bias_bf16(const bf16* bias, u32 cols, u64 len, bf16* y) { shift(bias, cols, len, y); }

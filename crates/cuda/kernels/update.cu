@@ -53,11 +53,11 @@ extern "C" __global__ void clip_scale(const double* squares, double limit, float
     *scale = norm > limit ? (float)(limit / norm) : 1.0f;
 }
 
-struct Adam { float decay, beta1, rest1, beta2, rest2, rate, second_scale, epsilon; };
+struct Adam { float decay, beta1, rest1, beta2, rest2, rate, second_scale, epsilon, grad_scale; };
 
 // p = p * decay - rate * m / (sqrt(v) * second_scale + epsilon), from f32 masters; `copy` may be null.
 template <typename G> __device__ __forceinline__ void adamw(const G* grads, Adam n, const float* scale, u64 len, float* params, float* first, float* second, bf16* copy) {
-    float factor = scale ? *scale : 1.0f;
+    float factor = n.grad_scale * (scale ? *scale : 1.0f);
     u64 stride = (u64)gridDim.x * THREADS, thread = (u64)blockIdx.x * THREADS + threadIdx.x;
     auto one = [&](float g, float& p, float& m, float& v) {
         g *= factor;
@@ -100,3 +100,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) adamw_f32(const float* gra
 extern "C" __global__ void __launch_bounds__(THREADS) adamw_bf16(const bf16* grads, Adam n, const float* scale, u64 len, float* params, float* first, float* second, bf16* copy) {
     adamw(grads, n, scale, len, params, first, second, copy);
 }
+
+// v = momentum v + (g scale + decay p), p -= rate v; `copy` may be null.
+extern "C" __global__ void __launch_bounds__(THREADS) sgd(const float* grads, float rate, float momentum, float decay, float scale, u64 len, float* params, float* velocity, bf16* copy) {
+    for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < len; at += (u64)gridDim.x * THREADS) {
+        float p = params[at], v = momentum * velocity[at] + (grads[at] * scale + decay * p);
+        p -= rate * v;
+        params[at] = p; velocity[at] = v;
+        if (copy) copy[at] = of_f32<bf16>(p);
+    }
+}
+
+// partial[block] = the sum of squared differences that a block sees.
+template <typename T> __device__ __forceinline__ void distances(const T* x, const T* y, u64 len, double* partial) {
+    __shared__ double shared[WARPS];
+    double total = 0.0;
+    for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < len; at += (u64)gridDim.x * THREADS) {
+        double d = (double)to_f32(x[at]) - (double)to_f32(y[at]);
+        total += d * d;
+    }
+    total = block_sum_f64(total, shared);
+    if (threadIdx.x == 0) partial[blockIdx.x] = total;
+}
+extern "C" __global__ void __launch_bounds__(THREADS) squared_distance_f32(const float* x, const float* y, u64 len, double* partial) { distances(x, y, len, partial); }
+extern "C" __global__ void __launch_bounds__(THREADS) squared_distance_bf16(const bf16* x, const bf16* y, u64 len, double* partial) { distances(x, y, len, partial); }

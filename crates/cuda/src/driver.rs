@@ -18,6 +18,29 @@ pub struct Card {
     pub memory_bytes: u64,
 }
 
+/// Dense products in a second, by NVIDIA's datasheets: in bf16, and in f32 without tensor cores. The first name that a card's contains counts.
+const PEAKS: [(&str, f64, f64); 11] = [
+    ("B200", 2250e12, 80e12),
+    ("H200", 989e12, 67e12),
+    ("GH200", 989e12, 67e12),
+    ("H100 PCIe", 756e12, 51e12),
+    ("H100 NVL", 835e12, 60e12),
+    ("H100", 989e12, 67e12),
+    ("A100", 312e12, 19.5e12),
+    ("L40S", 362e12, 91.6e12),
+    ("A40", 150e12, 37.4e12),
+    ("A10", 125e12, 31.2e12),
+    ("L4", 121e12, 30.3e12),
+];
+
+impl Card {
+    /// Operations in a second at most, where they are known.
+    pub fn peak_flops(&self, bf16: bool) -> Option<f64> {
+        let known = PEAKS.iter().find(|(name, ..)| self.name.contains(name));
+        known.map(|(_, narrow, wide)| if bf16 { *narrow } else { *wide })
+    }
+}
+
 /// Where copies queue: those of one direction run one behind the other, directions beside each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Way {

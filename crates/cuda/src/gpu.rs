@@ -67,6 +67,17 @@ impl Gpu {
         Err(CudaError::NotBuilt)
     }
 
+    /// The cards, as the driver describes them; at least one. None of them is set up by it.
+    #[cfg(feature = "driver")]
+    pub fn cards() -> Result<Vec<Card>, CudaError> {
+        (0..Self::count()?).map(crate::cuda::describe).collect()
+    }
+
+    #[cfg(not(feature = "driver"))]
+    pub fn cards() -> Result<Vec<Card>, CudaError> {
+        Err(CudaError::NotBuilt)
+    }
+
     pub fn card(&self) -> &Card {
         self.driver.card()
     }

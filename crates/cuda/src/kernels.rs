@@ -6,13 +6,15 @@
 pub const COMMON: &str = include_str!("../kernels/common.cuh");
 
 /// The files, by name.
-pub const MODULES: [(&str, &str); 7] = [
+pub const MODULES: [(&str, &str); 9] = [
+    ("attention", include_str!("../kernels/attention.cu")),
     ("boxes", include_str!("../kernels/boxes.cu")),
     ("columns", include_str!("../kernels/columns.cu")),
     ("embedding", include_str!("../kernels/embedding.cu")),
     ("loss", include_str!("../kernels/loss.cu")),
     ("norm", include_str!("../kernels/norm.cu")),
     ("pointwise", include_str!("../kernels/pointwise.cu")),
+    ("product", include_str!("../kernels/product.cu")),
     ("update", include_str!("../kernels/update.cu")),
 ];
 

@@ -13,6 +13,7 @@
 //! The crate builds anywhere. NVIDIA's driver is behind the feature `driver`, which needs no toolkit either: libraries are looked for when the
 //! program runs, and what is missing is named ([`CudaError`]). Tests without a GPU run the same code over the [`standin::StandIn`].
 
+pub mod arena;
 pub mod boxes;
 #[cfg(feature = "driver")]
 pub mod cuda;
@@ -22,6 +23,7 @@ pub mod gpu;
 pub mod kernels;
 pub mod standin;
 
+pub use arena::{Arena, Block};
 pub use boxes::{BoxCopy, Combine, Side};
 pub use driver::{Card, Driver};
 pub use error::CudaError;

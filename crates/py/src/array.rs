@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use crossmesh_comm::arrays::Strided;
+use crossmesh_comm::arrays::{Strided, share_bytes};
 use crossmesh_comm::buffer::Base;
 use crossmesh_comm::memory::Memory;
 use crossmesh_core::dtype::DType;
@@ -124,6 +124,43 @@ pub fn arrays(py: Python<'_>, wanted: Vec<(String, Vec<u64>)>) -> PyResult<Vec<A
     let wanted = wanted.into_iter().map(|(name, shape)| Ok((parse_dtype(&name)?, shape)));
     let wanted = wanted.collect::<PyResult<Vec<_>>>()?;
     py.detach(|| Array::make(wanted)).map_err(|e| ArrayError::new_err(format!("no memory for arrays: {e}")))
+}
+
+/// An array where it lies: address, shape, strides in elements, bytes of an element, whether it is written to.
+type Lies = (u64, Vec<u64>, Vec<u64>, u64, bool);
+
+/// Two arrays that have bytes in common, one of which is written to, by their places in the list.
+#[pyfunction]
+pub fn sharing(arrays: Vec<Lies>) -> Option<(usize, usize)> {
+    let mut lie: Vec<_> = (0..).zip(&arrays).filter_map(|(at, array)| Some((extent(array)?, at))).collect();
+    lie.sort_unstable();
+    let writes = |at: usize| arrays[at].4;
+    lie.iter().enumerate().find_map(|(i, ((_, end), one))| {
+        let near = lie[i + 1..].iter().take_while(|((start, _), _)| start < end);
+        let mut near = near.filter(|(_, other)| writes(*one) || writes(*other));
+        near.find(|(_, other)| meet(&arrays[*one], &arrays[*other])).map(|(_, other)| (*one, *other))
+    })
+}
+
+/// First byte, and behind the last; None of an array without elements.
+fn extent((address, shape, strides, width, _): &Lies) -> Option<(u64, u64)> {
+    let mut dims = shape.iter().zip(strides);
+    let last = dims.try_fold(0u64, |last, (len, stride)| {
+        Some(last.saturating_add(len.checked_sub(1)?.saturating_mul(*stride)))
+    })?;
+    Some((*address, address.saturating_add(last.saturating_add(1).saturating_mul(*width))))
+}
+
+fn meet(one: &Lies, other: &Lies) -> bool {
+    let strided = |(_, shape, strides, width, _): &Lies| {
+        // A dim that does not step, as of an expanded tensor, is the same bytes again.
+        let shape = shape.iter().zip(strides).map(|(len, stride)| if *stride == 0 { 1 } else { *len });
+        Strided {
+            shape: shape.collect(),
+            strides: strides.iter().map(|stride| stride.saturating_mul(*width)).collect(),
+        }
+    };
+    share_bytes((one.0, &strided(one)), (other.0, &strided(other)), (one.3, other.3))
 }
 
 /// The notation's word for a dtype of torch, numpy or JAX.

@@ -4,11 +4,11 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crossmesh_comm::arrays::Strided;
+use crossmesh_comm::arrays::{Strided, one_array};
 use crossmesh_comm::buffer::{Base, BindError, RankBuffers};
 use crossmesh_comm::memory::Memory;
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::Role;
+use crossmesh_core::program::{Role, Tile};
 use crossmesh_core::verify::VerifiedRank;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -146,10 +146,10 @@ fn laid_out(
     elements: u64,
     width: u64,
 ) -> Result<Option<Strided>, String> {
-    let tiles: Vec<_> = program.tiles.iter().filter(|tile| tile.buffer as usize == buffer).collect();
-    let boxes: Vec<_> = tiles.iter().map(|tile| &program.whole().boxes[tile.region]).collect();
-    let placed = tiles.iter().any(|tile| tile.strides.is_some());
-    if !placed && crossmesh_comm::arrays::stacked(&boxes).is_some() {
+    let tiles = program.tiles.iter().filter(|tile| tile.buffer as usize == buffer);
+    let place = |tile: &Tile| tile.strides.is_none().then_some(tile.offset / width);
+    let boxes: Vec<_> = tiles.map(|tile| (&program.whole().boxes[tile.region], place(tile))).collect();
+    if one_array(&boxes).is_some() {
         return Ok(Some(array));
     }
     let count: u64 = array.shape.iter().product();

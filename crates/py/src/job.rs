@@ -13,6 +13,7 @@ use crossmesh_comm::driver::Promise;
 use crossmesh_comm::engine::JobReport;
 use crossmesh_comm::environment::{Flags, host_name, variables};
 use crossmesh_comm::job::{Job as Inner, JoinOptions, Outcome, StartError, Work};
+use crossmesh_comm::protect::Protect;
 use crossmesh_core::id::Rank;
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
@@ -79,21 +80,27 @@ pub struct Job {
 
 /// Joins a job.
 #[pyfunction]
-#[pyo3(signature = (*, rank=None, size=None, address=None, secret=None, arrive_s=60.0, deadline_s=10.0))]
+#[pyo3(signature = (*, rank=None, size=None, address=None, secret=None, protect=None, attempt=0, arrive_s=60.0, deadline_s=10.0))]
+#[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
 pub fn join(
     py: Python<'_>,
     rank: Option<u32>,
     size: Option<u32>,
     address: Option<String>,
     secret: Option<&str>,
+    protect: Option<&str>,
+    attempt: u32,
     arrive_s: f64,
     deadline_s: f64,
 ) -> PyResult<Job> {
     let job_error = |error: &dyn std::fmt::Display| JobError::new_err(error.to_string());
     let secret = secret.map(Secret::from_text).transpose().map_err(|e| job_error(&e))?;
+    let protect = protect.map(str::parse::<Protect>).transpose().map_err(|e| job_error(&e))?;
     let options = JoinOptions {
         flags: Flags { rank, world: size, master: address },
         secret,
+        protect,
+        attempt,
         arrive: seconds("arrive_s", arrive_s)?,
         deadline_ms: seconds("deadline_s", deadline_s)?.as_millis().max(1) as u64,
         log: Arc::new(log),
@@ -243,13 +250,23 @@ impl Job {
         wait_in_slices(py, move || job.close())?.map_err(|e| comm_error(py, &e))
     }
 
-    /// Leaves at once and without a farewell: the others hear that this rank is gone.
-    fn abandon(&self) {
-        if self.shared.check_process().is_ok() {
-            self.shared.closed.store(true, Ordering::SeqCst);
-            let job = self.shared.job.lock().unwrap_or_else(PoisonError::into_inner).take();
-            // Ending its threads takes a moment that nobody has to wait for.
-            let _ended = std::thread::Builder::new().name("leaves".into()).spawn(move || drop(job));
+    /// Leaves at once and without a farewell: the others hear that this rank is gone. Its threads take a moment to end, and may be at the arrays
+    /// of a transfer until then; `wait` waits for that.
+    #[pyo3(signature = (*, wait=false))]
+    fn abandon(&self, py: Python<'_>, wait: bool) {
+        if self.shared.check_process().is_err() {
+            return; // it is not ours to leave
+        }
+        self.shared.closed.store(true, Ordering::SeqCst);
+        let shared = self.shared.clone();
+        let leave = move || {
+            let job = shared.job.lock().unwrap_or_else(PoisonError::into_inner).take();
+            drop(job);
+        };
+        if wait {
+            py.detach(leave);
+        } else {
+            let _ended = std::thread::Builder::new().name("leaves".into()).spawn(leave);
         }
     }
 

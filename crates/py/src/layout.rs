@@ -1,7 +1,9 @@
 //! Layouts.
 
+use crossmesh_comm::arrays::{beside, one_array};
 use crossmesh_core::id::Rank;
-use crossmesh_core::layout::Layout as Inner;
+use crossmesh_core::layout::{HeldBox, Layout as Inner};
+use crossmesh_core::region::Region;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -9,6 +11,13 @@ use pyo3::types::PyDict;
 use crate::errors::layout_error;
 
 /// A tensor's dtype and shape, its mesh, and who holds what of it.
+///
+/// `dims` says for every dim which axes split it: `None` (whole), `"tp"`, `"tp+dp"` or `("tp", "dp")`, and all else that the
+/// notation knows, such as `"tp of 4096+1024+1024"`. `partial` names axes along which values are parts, to be combined by `op`.
+///
+/// >>> import crossmesh as cm
+/// >>> print(cm.Layout("f32", (8, 6), cm.Mesh("A", dp=2, tp=4), ("tp", None), partial="dp"))
+/// f32[8,6]@A{dp:2,tp:4}(tp,_ | sum dp)
 #[pyclass(frozen, eq, hash, str, from_py_object, module = "crossmesh", name = "Layout")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Layout(pub Inner);
@@ -22,6 +31,10 @@ impl std::fmt::Display for Layout {
 /// A box: start and end of every dim.
 type Spans = Vec<(u64, u64)>;
 
+fn spans(region: &Region) -> Spans {
+    region.spans().iter().map(|s| (s.start, s.end)).collect()
+}
+
 impl Layout {
     /// The coordinate of a rank: where the mesh lists ranks, of the one that it names; else they count from 0.
     fn coord(&self, rank: u32) -> Option<Vec<u32>> {
@@ -31,6 +44,38 @@ impl Layout {
             None => rank as usize,
         };
         (position < mesh.len()).then(|| mesh.coord(position))
+    }
+
+    /// A rank's shard as one array: its shape, and where its boxes lie in it; None where it holds nothing.
+    fn array(&self, rank: u32) -> PyResult<Option<(Vec<u64>, Vec<Region>)>> {
+        let held = self.0.held_at(&self.in_mesh(rank)?);
+        if held.is_empty() {
+            return Ok(None);
+        }
+        let place = |held: &HeldBox| held.is_row_major().then_some(held.offset_elements);
+        let boxes: Vec<_> = held.iter().map(|held| (&held.region, place(held))).collect();
+        let Some((shape, dim)) = one_array(&boxes) else {
+            return Err(layout_error(format!(
+                "the shard of rank {rank} is {} boxes that are no one array: {}\nhint: use `boxes`, and one row of `shard_elements`",
+                held.len(),
+                self.0
+            )));
+        };
+        let regions: Vec<&Region> = held.iter().map(|held| &held.region).collect();
+        Ok(Some((shape, beside(&regions, dim))))
+    }
+
+    /// Of a shard without elements: how much it has of every dim. Where boxes are listed, nothing of the first.
+    fn empty_shape(&self, rank: u32) -> PyResult<Vec<u64>> {
+        let coord = self.in_mesh(rank)?;
+        let of_boxes =
+            || (0..).zip(self.0.shape()).map(|(dim, len)| if dim == 0 { 0 } else { *len }).collect();
+        Ok(self.0.by_axes().map_or_else(of_boxes, |by_axes| by_axes.lens_at(&coord)))
+    }
+
+    /// Axes by name.
+    fn names(&self, axes: &[usize]) -> Vec<&str> {
+        axes.iter().map(|axis| self.0.mesh().axes()[*axis].name.as_str()).collect()
     }
 
     fn in_mesh(&self, rank: u32) -> PyResult<Vec<u32>> {
@@ -62,14 +107,6 @@ fn dtype_name(dtype: &Bound<'_, PyAny>) -> PyResult<String> {
 
 #[pymethods]
 impl Layout {
-    /// Who holds what of a tensor.
-    ///
-    /// `dims` says for every dim which axes split it: `None` (whole), `"tp"`, `"tp+dp"` or `("tp", "dp")`, and all else that the
-    /// notation knows, such as `"tp of 4096+1024+1024"`. `partial` names axes along which values are parts, to be combined by `op`.
-    ///
-    /// >>> import crossmesh as cm
-    /// >>> print(cm.Layout("f32", (8, 6), cm.Mesh("A", dp=2, tp=4), ("tp", None), partial="dp"))
-    /// f32[8,6]@A{dp:2,tp:4}(tp,_ | sum dp)
     #[new]
     #[pyo3(signature = (dtype, shape, mesh, dims, *, partial=None, op="sum"))]
     fn new(
@@ -161,7 +198,7 @@ impl Layout {
     /// The boxes that a rank holds, in the order of its memory.
     fn boxes(&self, rank: u32) -> PyResult<Vec<Spans>> {
         let boxes = self.0.shard_at(&self.in_mesh(rank)?);
-        Ok(boxes.iter().map(|b| b.spans().iter().map(|s| (s.start, s.end)).collect()).collect())
+        Ok(boxes.iter().map(spans).collect())
     }
 
     /// How many elements the memory of a rank's shard has room for.
@@ -169,29 +206,46 @@ impl Layout {
         Ok(self.0.shard_elements(&self.in_mesh(rank)?))
     }
 
-    /// The shape of a rank's shard as one array: boxes that differ in one dim lie behind each other in it, as of fused tensors.
+    /// The shape of a rank's shard as one array: boxes that differ in one dim lie beside each other along it, as of fused tensors.
     pub fn shard_shape(&self, rank: u32) -> PyResult<Vec<u64>> {
-        let boxes = self.0.shard_at(&self.in_mesh(rank)?);
-        if boxes.is_empty() {
-            return Ok(empty_shape(self.0.shape()));
+        match self.array(rank)? {
+            Some((shape, _)) => Ok(shape),
+            None => self.empty_shape(rank),
         }
-        let shape =
-            crossmesh_comm::arrays::stacked(&boxes.iter().collect::<Vec<_>>()).map(|(shape, _)| shape);
-        shape.ok_or_else(|| {
-            layout_error(format!(
-                "the shard of rank {rank} is {} boxes that are no one array: {}\nhint: use `boxes` and `shard_elements`",
-                boxes.len(),
-                self.0
-            ))
-        })
     }
-}
 
-/// Of a shard without elements: the first dim is what is missing.
-fn empty_shape(shape: &[u64]) -> Vec<u64> {
-    let mut shape = shape.to_vec();
-    if let Some(first) = shape.first_mut() {
-        *first = 0;
+    /// Where each of `boxes` lies in the array of `shard_shape`: `array[local] = tensor[box]`.
+    ///
+    /// >>> import crossmesh as cm
+    /// >>> layout = cm.Layout.parse("bf16[4,6]@A{tp:2}(_,tp of 4+2)")
+    /// >>> layout.boxes(1), layout.shard_shape(1)
+    /// ([[(0, 4), (2, 4)], [(0, 4), (5, 6)]], [4, 3])
+    /// >>> layout.local_boxes(1)
+    /// [[(0, 4), (0, 2)], [(0, 4), (2, 3)]]
+    fn local_boxes(&self, rank: u32) -> PyResult<Vec<Spans>> {
+        Ok(self.array(rank)?.map_or_else(Vec::new, |(_, places)| places.iter().map(spans).collect()))
     }
-    shape
+
+    /// For every dim the axes that chunk it, major first, which is all that torch's placements and JAX's specs can say; raises
+    /// LayoutError naming what they cannot.
+    ///
+    /// >>> import crossmesh as cm
+    /// >>> cm.Layout.parse("f32[8,6]@A{dp:2,tp:2}(tp+dp,_)").chunking_axes()
+    /// [['tp', 'dp'], []]
+    fn chunking_axes(&self) -> PyResult<Vec<Vec<&str>>> {
+        let dims = self.0.chunking_axes().map_err(layout_error)?;
+        Ok(dims.into_iter().map(|axes| self.names(axes)).collect())
+    }
+
+    /// The axes along which values are parts that still have to be combined; none where they are whole.
+    #[getter]
+    fn partial(&self) -> Vec<&str> {
+        self.0.partial().map_or_else(Vec::new, |partial| self.names(&partial.axes))
+    }
+
+    /// How parts combine: `sum`, `max` or `min`; None where values are whole.
+    #[getter]
+    fn op(&self) -> Option<&'static str> {
+        self.0.partial().map(|partial| partial.op.name())
+    }
 }

@@ -16,10 +16,12 @@ mod digest;
 #[expect(unsafe_code, reason = "DLPack is C structures behind pointers")]
 mod dlpack;
 mod errors;
+mod fingerprint;
 mod job;
 mod layout;
 mod model;
 mod plan;
+mod simulation;
 
 use pyo3::prelude::*;
 
@@ -27,7 +29,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::array::{Array, arrays, dtype};
+    use crate::array::{Array, arrays, dtype, sharing};
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, CheckpointError};
     #[pymodule_export]
@@ -46,6 +48,8 @@ mod _native {
     use crate::model::Model;
     #[pymodule_export]
     use crate::plan::{Plan, plan, read_plan};
+    #[pymodule_export]
+    use crate::simulation::Simulation;
 
     use super::*;
 

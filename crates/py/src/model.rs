@@ -27,6 +27,12 @@ impl Model {
         Inner::from_config(text).map(Self).map_err(layout_error)
     }
 
+    /// A model from the text of a table of tensors; see `crossmesh.models.from_shapes`.
+    #[staticmethod]
+    fn from_table(text: &str) -> PyResult<Self> {
+        Inner::from_table(text).map(Self).map_err(layout_error)
+    }
+
     #[getter]
     fn name(&self) -> &str {
         &self.0.name

@@ -1,10 +1,10 @@
 //! Plans: made, read, proven, predicted and shown.
 
-use std::hash::{Hash, Hasher};
 use std::sync::OnceLock;
 
 use crossmesh_cli::input::{HostArgs, PlanArgs};
 use crossmesh_cli::predict::Prediction;
+use crossmesh_cli::simulation::predict_on;
 use crossmesh_core::cluster::Cluster;
 use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
@@ -13,7 +13,7 @@ use crossmesh_core::reshard::doc::PlanDoc;
 use crossmesh_core::reshard::jobs::offset_destinations;
 use crossmesh_core::reshard::lower::{Addressing, project};
 use crossmesh_core::reshard::problem::Hosts;
-use crossmesh_core::reshard::{Plan as Inner, Problem, lower_bound, plan as make};
+use crossmesh_core::reshard::{Placed, Plan as Inner, Problem, Reshard, lower_bound, plan as make};
 use crossmesh_core::verify::{Verified, verify};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -21,7 +21,9 @@ use pyo3::types::PyDict;
 
 use crate::array::Array;
 use crate::errors::plan_error;
+use crate::fingerprint::fingerprint;
 use crate::layout::Layout;
+use crate::simulation::Simulation;
 
 /// Transfers of boxes that turn source layouts into destination layouts.
 #[pyclass(frozen, module = "crossmesh", name = "Plan")]
@@ -32,6 +34,8 @@ pub struct Plan {
     bound_s: OnceLock<f64>,
     verified: OnceLock<Verified>,
     hash: OnceLock<i64>,
+    /// Before and after, by tensor.
+    layouts: OnceLock<Vec<(Layout, Layout)>>,
 }
 
 impl Plan {
@@ -42,6 +46,7 @@ impl Plan {
             bound_s: OnceLock::new(),
             verified: OnceLock::new(),
             hash: OnceLock::new(),
+            layouts: OnceLock::new(),
         }
     }
 
@@ -74,6 +79,12 @@ impl Plan {
         names.join(", ")
     }
 
+    /// Layouts whose meshes list their ranks: read once, asked for by every call that makes arrays.
+    fn layouts(&self) -> &[(Layout, Layout)] {
+        let of = |r: &Reshard| (Layout(listed(&r.src)), Layout(listed(&r.dst)));
+        self.layouts.get_or_init(|| self.plan.problem.reshards.iter().map(of).collect())
+    }
+
     /// The plan, proven and simulated.
     fn prediction(&self, py: Python<'_>) -> PyResult<&Prediction> {
         if self.prediction.get().is_none() {
@@ -91,6 +102,40 @@ impl Plan {
     fn verify(&self, py: Python<'_>) -> PyResult<String> {
         let proof = py.detach(|| verify(&self.plan)).map_err(plan_error)?;
         Ok(proof.to_string())
+    }
+
+    /// How long it takes on its own cluster, or on another: a `Cluster` or the path of a cluster file. `nic`, `nics`, `local` and
+    /// `latency` change the cluster's own.
+    ///
+    /// >>> import crossmesh as cm
+    /// >>> plan = cm.plan({"w": ("f32[4096,4096]@A{tp:2}(tp,_)", "f32[4096,4096]@B{tp:4}(_,tp)")}, nic="10Gbit")
+    /// >>> slow, fast = plan.simulate(), plan.simulate(nic="100Gbit")
+    /// >>> round(slow.predicted_s / fast.predicted_s, 2), round(fast.gap, 2)
+    /// (10.0, 1.0)
+    #[pyo3(signature = (cluster=None, *, nic=None, nics=None, local=None, latency=None))]
+    fn simulate(
+        &self,
+        py: Python<'_>,
+        cluster: Option<Bound<'_, PyAny>>,
+        nic: Option<String>,
+        nics: Option<u32>,
+        local: Option<String>,
+        latency: Option<String>,
+    ) -> PyResult<Simulation> {
+        let read =
+            |cluster| py.import("crossmesh")?.call_method1("_cluster", (cluster,))?.extract::<String>();
+        let toml = cluster.map(read).transpose()?;
+        let hosts = HostArgs { cluster: None, nic, nics, local, latency, devices_per_host: None };
+        let program = self.verified(py)?.clone();
+        let simulated = py.detach(|| {
+            let mut cluster = match &toml {
+                Some(toml) => Cluster::from_toml(toml).map_err(|e| format!("the cluster: {e}"))?,
+                None => self.plan.problem.cluster.clone(),
+            };
+            hosts.adjust(&mut cluster).map_err(|e| format!("{e:#}"))?;
+            predict_on(self.plan.clone(), program, cluster).map_err(|e| format!("{e:#}"))
+        });
+        simulated.map(Simulation).map_err(plan_error)
     }
 
     /// What `crossmesh explain` prints: who sends what to whom, how long it takes, and why.
@@ -173,10 +218,8 @@ impl Plan {
     /// The tensors in order: a name, the layout before and the layout after. Meshes list their ranks.
     #[getter]
     fn tensors(&self) -> Vec<(String, Layout, Layout)> {
-        let of = |r: &crossmesh_core::reshard::Reshard| {
-            (r.name.clone(), Layout(listed(&r.src)), Layout(listed(&r.dst)))
-        };
-        self.plan.problem.reshards.iter().map(of).collect()
+        let names = self.plan.problem.reshards.iter().map(|r| r.name.clone());
+        names.zip(self.layouts()).map(|(name, (src, dst))| (name, src.clone(), dst.clone())).collect()
     }
 
     /// A number that differs where plans do: ranks compare theirs before anything moves.
@@ -196,13 +239,12 @@ impl Plan {
     pub fn empty<'py>(&self, py: Python<'py>, rank: u32, side: &str) -> PyResult<Bound<'py, PyDict>> {
         let mut wanted = vec![];
         let mut names = vec![];
-        for reshard in &self.plan.problem.reshards {
-            let placed = match side {
-                "dst" => &reshard.dst,
-                "src" => &reshard.src,
+        for (reshard, (src, dst)) in self.plan.problem.reshards.iter().zip(self.layouts()) {
+            let layout = match side {
+                "dst" => dst,
+                "src" => src,
                 other => return Err(plan_error(format!("side `{other}` is neither `src` nor `dst`"))),
             };
-            let layout = Layout(listed(placed));
             if layout.holds(rank) {
                 let shape = layout
                     .shard_shape(rank)
@@ -236,21 +278,8 @@ impl Plan {
     }
 }
 
-/// The same on every machine: SipHash with fixed keys.
-fn fingerprint(plan: &Inner) -> i64 {
-    let mut hasher = std::hash::DefaultHasher::new();
-    for r in &plan.problem.reshards {
-        (&r.name, &r.src.layout, &r.src.ranks, &r.dst.layout, &r.dst.ranks).hash(&mut hasher);
-    }
-    for t in plan.transfers() {
-        (t.tensor, t.src, t.dst, t.lane, t.bytes, t.reduce, t.then_own).hash(&mut hasher);
-        (plan.region(t), plan.after(t)).hash(&mut hasher);
-    }
-    hasher.finish() as i64
-}
-
 /// The layout, whose mesh says which ranks it got.
-fn listed(placed: &crossmesh_core::reshard::Placed) -> crossmesh_core::layout::Layout {
+fn listed(placed: &Placed) -> crossmesh_core::layout::Layout {
     let text = placed.layout.to_string();
     if placed.layout.mesh().listed_ranks().is_some() {
         return placed.layout.clone();

@@ -46,6 +46,15 @@ fn dims(seed: &mut Seed, grain: Grain) -> Vec<usize> {
 pub fn problem(seed: u64) -> Problem {
     let mut seed = Seed(seed);
     let grain = grain(&mut seed);
+    problem_of(seed, grain)
+}
+
+/// The same, small enough to be carried out byte by byte many times over.
+pub fn small_problem(seed: u64) -> Problem {
+    problem_of(Seed(seed), Grain { dims: 2, dim_len: 4, boxes: 4, devices: 3 })
+}
+
+fn problem_of(mut seed: Seed, grain: Grain) -> Problem {
     let dims = dims(&mut seed, grain);
     let dims = if seed.one_in(40) { dims.iter().map(|_| 0).collect() } else { dims };
     let dtype = seed.pick(&["f32", "bf16", "u8"]);

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
-use crossmesh_core::program::{DepKind, Holds, Op, OpKind, Program, RankProgram, Tile, TileId};
+use crossmesh_core::program::{DepKind, Holds, List, Op, OpKind, Program, RankProgram, Tile, TileId};
 use crossmesh_core::region::Region;
 
 use crate::replay::elements;
@@ -57,6 +57,8 @@ struct State {
     moved: usize,
     /// Larger goes first, mostly: some ops are slow, others fast.
     haste: usize,
+    /// Of a pass: it has begun to write what it makes. From then on it reads no more.
+    made: bool,
 }
 
 struct Run<'a> {
@@ -220,15 +222,32 @@ impl<'a> Run<'a> {
             OpKind::Send { tag, from, .. } => self.step_send(at, tag, from),
             OpKind::Recv { tag, into, reduce, .. } => self.step_recv(at, tag, into, reduce),
             OpKind::Copy { from, into, reduce } => self.step_copy(at, from, into, reduce),
-            OpKind::Compute { makes, .. } => {
-                self.check_needs(at)?;
-                for tile in self.ranked(at.0).touched(makes) {
-                    let tile = self.ranked(at.0).tile(*tile);
-                    if let Holds::Made(part) = tile.holds {
-                        self.make(at.0, tile, part);
-                    }
-                }
-                Ok(self.end(at))
+            OpKind::Compute { makes, .. } => self.step_compute(at, makes),
+        }
+    }
+
+    /// A pass reads all the while until it writes, and writes somewhere between its start and its end: nonsense first, its
+    /// values last.
+    fn step_compute(&mut self, at: (usize, usize), makes: List) -> Result<bool, String> {
+        let made = std::mem::replace(&mut self.states[at.0][at.1].made, true);
+        if !made {
+            self.check_needs(at)?;
+            if self.seed.below(2) == 0 {
+                self.write_made(at.0, makes, true);
+                return Ok(true);
+            }
+        }
+        self.write_made(at.0, makes, false);
+        Ok(self.end(at))
+    }
+
+    fn write_made(&mut self, rank: usize, makes: List, unfinished: bool) {
+        for tile in self.ranked(rank).touched(makes) {
+            let tile = self.ranked(rank).tile(*tile);
+            match tile.holds {
+                Holds::Made(_) if unfinished => self.make(rank, tile, u32::MAX),
+                Holds::Made(part) => self.make(rank, tile, part),
+                _ => {}
             }
         }
     }

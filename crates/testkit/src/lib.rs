@@ -18,4 +18,5 @@ pub mod seed;
 pub mod simple;
 pub mod simplex;
 pub mod sockets;
+pub mod steps;
 pub mod sweep;

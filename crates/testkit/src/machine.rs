@@ -14,6 +14,15 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 const LOOK: Duration = Duration::from_millis(5);
 const ENTER: Duration = Duration::from_secs(2);
 
+/// By how much more may everything take on this machine, now? Times are promised for one that is not overloaded: one that
+/// wants to run for every core. Names have to be right on any.
+pub fn slowness() -> f64 {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = text.split(' ').next().and_then(|n| n.parse::<f64>().ok()).unwrap_or(0.0);
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    (load / cores as f64).clamp(1.0, 4.0)
+}
+
 /// Fails a test that cannot mean anything without root.
 pub fn needs_root() {
     assert!(rustix::process::geteuid().is_root(), "this test makes network namespaces: run it as root");
@@ -101,6 +110,23 @@ pub fn namespaces_of(pid: u32) -> Vec<String> {
 /// Shared memory of ours that has a name, and would outlive its processes. (What has none cannot.)
 pub fn shared_segments() -> Vec<String> {
     names_in("/dev/shm").into_iter().filter(|name| name.contains("crossmesh")).collect()
+}
+
+/// Bytes that left an emulated host by its NIC so far.
+pub fn sent_by_host(launcher: u32, host: u32) -> u64 {
+    let all = namespaces_of(launcher);
+    let Some(namespace) = all.iter().find(|n| n.ends_with(&format!("-h{host}"))) else { return 0 };
+    let counters =
+        inside(namespace, || std::fs::read_to_string("/proc/thread-self/net/dev").unwrap_or_default());
+    let nic = counters.lines().find(|l| l.trim_start().starts_with("nic:")).unwrap_or("");
+    nic.split_whitespace().nth(9).and_then(|n| n.parse().ok()).unwrap_or(0)
+}
+
+/// The rank of a process, by its environment.
+pub fn rank_of(pid: u32) -> Option<u32> {
+    let bytes = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let environment = String::from_utf8_lossy(&bytes);
+    environment.split('\0').find_map(|v| v.strip_prefix("RANK="))?.parse().ok()
 }
 
 fn names_in(folder: &str) -> Vec<String> {

@@ -2,7 +2,7 @@
 //! find out.
 
 use crossmesh_core::id::Rank;
-use crossmesh_core::program::{DepKind, Holds, Op, OpKind, Program, RankProgram, TileId};
+use crossmesh_core::program::{DepKind, Holds, List, Op, OpKind, Program, RankProgram, TileId};
 use crossmesh_core::region::{Region, Span};
 
 use crate::seed::Seed;
@@ -30,10 +30,14 @@ pub enum Change {
     ChangePart,
     ForgetGoal,
     SwapTags,
+    DropTouched,
+    AddTouched,
+    RetargetTouched,
+    MoveMade,
 }
 
 impl Change {
-    pub const ALL: [Change; 20] = [
+    pub const ALL: [Change; 24] = [
         Change::DropOp,
         Change::DropMessage,
         Change::DuplicateMessage,
@@ -54,7 +58,16 @@ impl Change {
         Change::ChangePart,
         Change::ForgetGoal,
         Change::SwapTags,
+        Change::DropTouched,
+        Change::AddTouched,
+        Change::RetargetTouched,
+        Change::MoveMade,
     ];
+
+    /// Whether it changes what passes read and write, which only programs of steps have.
+    pub fn is_of_passes(self) -> bool {
+        matches!(self, Change::DropTouched | Change::AddTouched | Change::RetargetTouched | Change::MoveMade)
+    }
 }
 
 /// The changed program; none where there is no place for the change.
@@ -184,6 +197,27 @@ pub fn change(program: &Program, change: Change, seed: &mut Seed) -> Option<Prog
             set_tag(&mut ranked.ops[a], tag_b);
             set_tag(&mut ranked.ops[b], tag_a);
         }
+        Change::DropTouched | Change::AddTouched | Change::RetargetTouched => {
+            let tile = TileId::at(seed.below(ranked.tiles.len().max(1)));
+            touch_other(ranked, seed, |list, at| match change {
+                Change::AddTouched => list.push(tile),
+                _ if list.is_empty() => {}
+                Change::DropTouched => drop(list.remove(at % list.len())),
+                _ => {
+                    let at = at % list.len();
+                    list[at] = tile;
+                }
+            })?;
+        }
+        Change::MoveMade => {
+            // Another pass of the rank makes it.
+            let mut moved = None;
+            touch_other(ranked, seed, |list, at| {
+                moved = (!list.is_empty()).then(|| list.remove(at % list.len()));
+            })?;
+            let moved = moved?;
+            touch_other(ranked, seed, |list, _| list.push(moved))?;
+        }
     }
     (changed != *program).then_some(changed)
 }
@@ -246,6 +280,30 @@ fn retarget(kind: &mut OpKind, tile: TileId, seed: &mut Seed) -> Option<()> {
         OpKind::Recv { into, .. } => *into = tile,
         OpKind::Copy { from, into, .. } => *(if seed.below(2) == 0 { from } else { into }) = tile,
         OpKind::Compute { .. } => return None,
+    }
+    Some(())
+}
+
+/// Changes one of the lists of tiles that a pass of the rank touches, mostly one that is not empty.
+fn touch_other(
+    ranked: &mut RankProgram,
+    seed: &mut Seed,
+    change: impl FnOnce(&mut Vec<TileId>, usize),
+) -> Option<()> {
+    let passes = ranked.ops.iter().enumerate().filter_map(|(i, op)| match op.kind {
+        OpKind::Compute { needs, makes, .. } => Some([(i, false, needs), (i, true, makes)]),
+        _ => None,
+    });
+    let lists: Vec<(usize, bool, List)> = passes.flatten().collect();
+    let full: Vec<(usize, bool, List)> = lists.iter().filter(|(.., list)| list.len > 0).copied().collect();
+    let lists = if full.is_empty() || seed.one_in(8) { lists } else { full };
+    let &(op, makes, list) = lists.get(seed.below(lists.len()))?;
+    let mut tiles = ranked.touched(list).to_vec();
+    let at = seed.below(tiles.len());
+    change(&mut tiles, at);
+    let changed = ranked.touch(tiles);
+    if let OpKind::Compute { needs, makes: made, .. } = &mut ranked.ops[op].kind {
+        *(if makes { made } else { needs }) = changed;
     }
     Some(())
 }

@@ -80,6 +80,27 @@ pub fn problem(seed: u64, shape: Shape) -> Problem {
     Problem::new(pairs, hosts).expect("the seed makes good problems")
 }
 
+/// A problem whose destination is a partial sum, too: of as many parts as the source has, or of fewer.
+pub fn partial_destination(seed: u64, dim_len: usize) -> Problem {
+    let mut seed = Seed(seed);
+    let groups = 2 + seed.below(2);
+    let each = 1 + seed.below(2);
+    let len = 1 + seed.below(dim_len);
+    let dtype = seed.pick(&["f32", "bf16", "u8"]);
+    let op = seed.pick(&["sum", "max"]);
+    let side = |seed: &mut Seed, name: &str, parts: usize| {
+        let (along, split) = (1 + seed.below(2), seed.pick(&["x", "_"]));
+        let axes = seed.pick(&[["p", "x"], ["x", "p"]]);
+        let axes = axes.map(|axis| format!("{axis}:{}", if axis == "p" { parts } else { along })).join(",");
+        let text = format!("{dtype}[{len}]@{name}{{{axes}}}({split} | {op} p)");
+        text.parse().unwrap_or_else(|e| panic!("the seed made a bad layout: {e}"))
+    };
+    let (src, dst) = (side(&mut seed, "A", groups * each), side(&mut seed, "B", groups));
+    let per_host = seed.one_in(2).then(|| 1 + seed.below(3) as u32);
+    let hosts = Hosts::Assumed(Assumed { devices_per_host: per_host, ..Assumed::default() });
+    Problem::new(vec![("t".into(), src, dst)], hosts).expect("the seed makes good problems")
+}
+
 #[derive(Clone)]
 pub(crate) struct MeshDraft {
     pub name: &'static str,

@@ -51,12 +51,17 @@ impl Sampling {
     pub fn choose(&self, logits: &[f64], index: u64) -> usize {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         // The first of equals: no draw depends on how a sort goes.
-        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
-        order.truncate(self.top_k.unwrap_or(usize::MAX).max(1));
-        let Some(&first) = order.first() else { return 0 };
+        let likelier = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
         if self.temperature <= 0.0 {
-            return first;
+            return order.into_iter().min_by(likelier).unwrap_or(0);
         }
+        let most = self.top_k.unwrap_or(usize::MAX).max(1);
+        if most < order.len() {
+            order.select_nth_unstable_by(most - 1, likelier);
+            order.truncate(most);
+        }
+        order.sort_by(likelier);
+        let Some(&first) = order.first() else { return 0 };
         let weight = |token: &usize| ((logits[*token] - logits[first]) / self.temperature).exp();
         let all: f64 = order.iter().map(weight).sum();
         let draw = f64::from(Stream::new(self.seed, index, SITE).at(0)) / (f64::from(u32::MAX) + 1.0);
@@ -266,13 +271,16 @@ impl<T: Scalar> Generator<T> {
         if crew.stage.rank == 0 {
             flow.put("tokens", Value::Ids(tokens.to_vec()));
         } else {
-            let mut h = self.kernels.buffer(rows * width);
-            crew.before.all_gather(&mut h, &from_first(rows * width))?;
-            flow.put_real("h", h);
+            for tensor in self.model.stream(self.units.start) {
+                let mut values = self.kernels.buffer(rows * width);
+                crew.before.all_gather(&mut values, &from_first(rows * width))?;
+                flow.put_real(&tensor.name, values);
+            }
         }
         for unit in if rows == 1 { &self.one } else { &self.piece.1 } {
             unit.forward(&ctx, &mut flow)?;
         }
+        flow.settle(&self.kernels)?;
         self.cache.borrow_mut().rows += rows;
         self.tokens.extend_from_slice(tokens);
         let mut logits = self.kernels.buffer(vocab);
@@ -284,8 +292,10 @@ impl<T: Scalar> Generator<T> {
             self.kernels.copy(from, PartMut { buf: &mut logits, start: own.start }, own.len());
             crew.along_tp.all_gather(&mut logits, &parts)?;
         } else {
-            let mut h = flow.take_real("h");
-            crew.behind.all_gather(&mut h, &from_first(rows * width))?;
+            for tensor in self.model.stream(self.units.end) {
+                let mut values = flow.take_real(&tensor.name);
+                crew.behind.all_gather(&mut values, &from_first(rows * width))?;
+            }
         }
         if crew.stage.size > 1 {
             let first = (crew.stage.size - 1) * crew.tp.size;

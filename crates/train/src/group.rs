@@ -3,6 +3,8 @@
 //! Tensor parallelism needs three things of its ranks: sums of all, the parts of all, and sums handed out in parts. [`Group`]
 //! asks for no more, so that threads of a test and ranks of a job look the same to a layer. [`Alone`] is a group of one,
 //! [`in_process`] a group of threads, [`Counted`] counts what a group moves.
+//!
+//! A pass starts a collective and goes on; what it comes to is [`Coming`], until somebody reads it.
 
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -10,9 +12,9 @@ use std::time::Duration;
 
 pub use crossmesh_core::layout::ReduceOp;
 
-use crate::kernels::Buffer;
 use crate::kernels::cpu::HostBuf;
 use crate::kernels::scalar::Scalar;
+use crate::kernels::{Buffer, Kernels};
 
 /// A collective that did not happen: a rank died, a link was cut.
 #[derive(Debug, thiserror::Error)]
@@ -26,10 +28,71 @@ pub struct GroupError {
     pub cause: Box<dyn std::error::Error + Send + Sync>,
 }
 
+/// What ranks do together, with a buffer each.
+#[derive(Debug, Clone, Copy)]
+pub enum Collective<'a> {
+    /// Every rank gets the combination of all ranks' buffers.
+    AllReduce(ReduceOp),
+    /// Every rank brings its own of the parts, in its place in the whole, and gets all of them.
+    AllGather(&'a [Range<usize>]),
+    /// Every rank brings summands of the whole, and gets its own part of the sum alone.
+    ReduceScatter(&'a [Range<usize>]),
+}
+
+/// Waits for what a collective comes to.
+type Answer<B> = Box<dyn FnOnce() -> Result<B, GroupError> + Send>;
+
+/// What a collective under way comes to. Nobody holds a pass up before [`Coming::wait`].
+#[must_use = "a collective ends when it is waited for"]
+pub struct Coming<B> {
+    answer: Answer<B>,
+    /// To be added when it is there.
+    plus: Option<B>,
+}
+
+impl<B> std::fmt::Debug for Coming<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a collective under way")
+    }
+}
+
+impl<B> Coming<B> {
+    pub fn new(answer: impl FnOnce() -> Result<B, GroupError> + Send + 'static) -> Self {
+        Self { answer: Box::new(answer), plus: None }
+    }
+}
+
+impl<B: Buffer> Coming<B> {
+    /// It is there already.
+    pub fn there(buf: B) -> Self {
+        Self::new(move || Ok(buf))
+    }
+
+    /// With something added to it.
+    pub fn plus<K: Kernels<Buf = B>>(mut self, kernels: &K, other: B) -> Self {
+        match &mut self.plus {
+            Some(sum) => kernels.add((&other).into(), sum.into(), other.len()),
+            plus => *plus = Some(other),
+        }
+        self
+    }
+
+    pub fn wait<K: Kernels<Buf = B>>(self, kernels: &K) -> Result<B, GroupError> {
+        let mut result = (self.answer)()?;
+        if let Some(plus) = self.plus {
+            kernels.add((&plus).into(), (&mut result).into(), plus.len());
+        }
+        Ok(result)
+    }
+}
+
 /// Ranks that meet in collectives. All of them call the same ones in the same order.
 pub trait Group<B>: Send + Sync {
     fn rank(&self) -> usize;
     fn size(&self) -> usize;
+
+    /// Starts a collective. Ranks may start others before they wait for it, all of them in the same order.
+    fn start(&self, what: Collective<'_>, buf: B) -> Result<Coming<B>, GroupError>;
 
     /// Every rank gets the combination of all ranks' buffers, and all of them the same bits.
     fn all_reduce(&self, buf: &mut B, op: ReduceOp) -> Result<(), GroupError>;
@@ -46,13 +109,17 @@ pub trait Group<B>: Send + Sync {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Alone;
 
-impl<B> Group<B> for Alone {
+impl<B: Buffer> Group<B> for Alone {
     fn rank(&self) -> usize {
         0
     }
 
     fn size(&self) -> usize {
         1
+    }
+
+    fn start(&self, _: Collective<'_>, buf: B) -> Result<Coming<B>, GroupError> {
+        Ok(Coming::there(buf))
     }
 
     fn all_reduce(&self, _: &mut B, _: ReduceOp) -> Result<(), GroupError> {
@@ -101,9 +168,18 @@ impl<B> Counted<B> {
         *lock(&self.traffic)
     }
 
-    fn count(&self, own: Range<usize>, all: usize, kind: impl Fn(&mut Traffic) -> (&mut u64, u64)) {
+    fn count(&self, what: Collective<'_>, all: usize)
+    where
+        B: Buffer,
+    {
         let mut traffic = lock(&self.traffic);
-        let (calls, times) = kind(&mut traffic);
+        let (calls, times, own) = match what {
+            Collective::AllReduce(_) => {
+                (&mut traffic.all_reduces, 2, chunked(all, 1, self.size())[self.rank()].clone())
+            }
+            Collective::AllGather(parts) => (&mut traffic.all_gathers, 1, parts[self.rank()].clone()),
+            Collective::ReduceScatter(parts) => (&mut traffic.reduce_scatters, 1, parts[self.rank()].clone()),
+        };
         *calls += 1;
         traffic.elements += times * (all - own.len()) as u64;
     }
@@ -118,19 +194,23 @@ impl<B: Buffer> Group<B> for Counted<B> {
         self.group.size()
     }
 
+    fn start(&self, what: Collective<'_>, buf: B) -> Result<Coming<B>, GroupError> {
+        self.count(what, buf.len());
+        self.group.start(what, buf)
+    }
+
     fn all_reduce(&self, buf: &mut B, op: ReduceOp) -> Result<(), GroupError> {
-        let own = chunked(buf.len(), 1, self.size())[self.rank()].clone();
-        self.count(own, buf.len(), |t| (&mut t.all_reduces, 2));
+        self.count(Collective::AllReduce(op), buf.len());
         self.group.all_reduce(buf, op)
     }
 
     fn all_gather(&self, whole: &mut B, parts: &[Range<usize>]) -> Result<(), GroupError> {
-        self.count(parts[self.rank()].clone(), whole.len(), |t| (&mut t.all_gathers, 1));
+        self.count(Collective::AllGather(parts), whole.len());
         self.group.all_gather(whole, parts)
     }
 
     fn reduce_scatter(&self, whole: &mut B, parts: &[Range<usize>]) -> Result<(), GroupError> {
-        self.count(parts[self.rank()].clone(), whole.len(), |t| (&mut t.reduce_scatters, 1));
+        self.count(Collective::ReduceScatter(parts), whole.len());
         self.group.reduce_scatter(whole, parts)
     }
 }
@@ -221,6 +301,19 @@ impl<T: Scalar> Group<HostBuf<T>> for Member<T> {
 
     fn size(&self) -> usize {
         self.size
+    }
+
+    /// Threads meet here and now: they have nothing to gain by not waiting.
+    fn start(&self, what: Collective<'_>, mut buf: HostBuf<T>) -> Result<Coming<HostBuf<T>>, GroupError> {
+        match what {
+            Collective::AllReduce(op) => self.all_reduce(&mut buf, op)?,
+            Collective::AllGather(parts) => self.all_gather(&mut buf, parts)?,
+            Collective::ReduceScatter(parts) => {
+                self.reduce_scatter(&mut buf, parts)?;
+                buf = buf[parts[self.rank].clone()].to_vec().into();
+            }
+        }
+        Ok(Coming::there(buf))
     }
 
     fn all_reduce(&self, buf: &mut HostBuf<T>, op: ReduceOp) -> Result<(), GroupError> {

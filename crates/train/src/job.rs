@@ -9,6 +9,7 @@
 //! A job says nothing about where its data comes from or who starts its ranks. [`crate::wiring`] makes a step of it.
 
 use std::ops::Range;
+use std::path::PathBuf;
 
 use crossmesh_core::cluster::Cluster;
 use crossmesh_core::id::{DeviceId, Rank, StageId};
@@ -17,6 +18,7 @@ use crossmesh_core::reshard::PlanOptions;
 use crossmesh_core::schedule::Schedule;
 use crossmesh_core::step::PassTimes;
 
+use crate::graph::Policies;
 use crate::optim::OptimizerConfig;
 use crate::optim::schedule::Schedule as Rate;
 use crate::stage::Recompute;
@@ -131,6 +133,12 @@ pub struct Job {
     pub samples: usize,
     /// By stage.
     pub recompute: Vec<Recompute>,
+    /// What goes before `recompute` and `offload`, by unit and op.
+    pub policies: Policies,
+    /// The folder where what units keep from F to B waits, if not in memory.
+    pub offload: Option<PathBuf>,
+    /// Two halves of a microbatch that take turns, or one.
+    pub strands: u32,
     /// Of the initial weights, and of random numbers during training.
     pub seed: u64,
     pub update: Update,
@@ -138,7 +146,7 @@ pub struct Job {
     pub plan: PlanOptions,
     /// Whether they do beside compute.
     pub overlap: bool,
-    /// Whether only a byte crosses in their place, and stages compute with made-up numbers: for measuring what communication costs.
+    /// Whether only a byte crosses in their place, and stages compute with synthetic numbers: for measuring what communication costs.
     pub signal: bool,
     /// By stage: how long passes are thought to take, for predictions.
     pub times: Vec<PassTimes>,
@@ -178,6 +186,8 @@ pub enum JobError {
     Schedule(#[from] crossmesh_core::schedule::ScheduleError),
     #[error(transparent)]
     Step(#[from] crossmesh_core::step::StepError),
+    #[error("no plan for what ranks say to each other inside a pass: {0}")]
+    Collective(#[from] crossmesh_core::collective::CollectiveError),
 }
 
 impl Job {

@@ -8,11 +8,12 @@
 //! models      GPT, the U-Transformer
 //! stage       THE SEAM: passes over buffers with names and layouts, parameters, bytes
 //! config      from TOML to a job
-//! data        samples that have numbers: text, token files, made-up languages and images
+//! data        samples that have numbers: text, token files, synthetic languages and images
 //! optim       AdamW, SGD, clipping, schedules, on flat shards
 //! generate    a GPT of a checkpoint, token by token
 //! checkpoint  what a training run has learnt, on disk: every element once, loaded on any layout
 //! job         which stage runs on which mesh, in which order
+//! sums        which gradients are summed over which ranks
 //! wiring      a job as a step: a reshard plan on every edge
 //! runtime     a rank of a job: the engine moves, a thread computes
 //! ```
@@ -38,4 +39,7 @@ pub mod record;
 pub mod runtime;
 pub mod stage;
 pub mod stage_rank;
+pub mod strands;
+pub mod sums;
+pub mod tier;
 pub mod wiring;

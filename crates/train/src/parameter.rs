@@ -11,6 +11,7 @@
 //! same one. A name that occurs in several stages is one parameter (tied embeddings): the runtime adds up its gradients.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use crossmesh_core::layout::Layout;
 use crossmesh_core::region::Region;
@@ -73,14 +74,39 @@ pub fn initial<T: Scalar>(parameters: &[Parameter], coord: &[u32], seed: u64) ->
 /// Some runs of them.
 pub fn initial_runs<T: Scalar>(parameters: &[Parameter], coord: &[u32], seed: u64, runs: &Runs) -> Vec<T> {
     let mut kept = vec![T::ZERO; runs.len()];
+    let (mut rest, mut before) = (&mut kept[..], 0);
+    let mut jobs = vec![];
     for p in parameters {
         for (run, at) in runs.within(&p.range) {
-            let of_shard = run.start - p.range.start..run.end - p.range.start;
-            p.initialize(coord, seed, of_shard, &mut kept[at..at + run.len()]);
+            let (_, behind) = rest.split_at_mut(at - before);
+            let (of_run, behind) = behind.split_at_mut(run.len());
+            (rest, before) = (behind, at + run.len());
+            for (i, piece) in of_run.chunks_mut(PIECE).enumerate() {
+                let start = run.start - p.range.start + i * PIECE;
+                jobs.push((p, start..start + piece.len(), piece));
+            }
         }
     }
+    let threads =
+        if runs.len() < MANY { 1 } else { std::thread::available_parallelism().map_or(1, usize::from) };
+    let jobs = Mutex::new(jobs.into_iter());
+    let next = || jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || {
+        while let Some((p, of_shard, piece)) = next() {
+            p.initialize(coord, seed, of_shard, piece);
+        }
+    };
+    std::thread::scope(|scope| {
+        (1..threads).for_each(|_| drop(scope.spawn(work)));
+        work();
+    });
     kept
 }
+
+/// Elements that are drawn together; fewer than so many are not worth more threads. Every element is drawn by its own address: who draws it makes no
+/// difference.
+const PIECE: usize = 1 << 20;
+const MANY: usize = 4 * PIECE;
 
 /// The index in the whole tensor of every element of a rank's shard, in the shard's order.
 pub fn shard_indices(layout: &Layout, coord: &[u32]) -> Vec<u64> {
@@ -172,6 +198,24 @@ impl<'a> Parameters<'a> {
         self.by_name.insert(name.clone(), self.list.len());
         self.list.push(Parameter { name, layout, grad, range, init, decay });
         weight
+    }
+
+    /// Weights that were declared so far, each once.
+    pub fn count(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Declares some again that were declared before, under names that begin otherwise.
+    pub fn repeat(&mut self, list: Range<usize>, from: &str, to: &str) {
+        for at in list {
+            let mut parameter = self.list[at].clone();
+            let rest = parameter.name.strip_prefix(from).expect("the names of a repeated unit begin alike");
+            let (start, len) = (self.end(), parameter.range.len());
+            (parameter.name, parameter.range) = (format!("{to}{rest}"), start..start + len);
+            let old = self.by_name.insert(parameter.name.clone(), self.list.len());
+            assert_eq!(old, None, "{} is declared twice", parameter.name);
+            self.list.push(parameter);
+        }
     }
 
     /// Weights before `start` that were declared again since the last call.

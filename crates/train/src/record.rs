@@ -53,4 +53,6 @@ pub struct PassSpan {
     pub pass: String,
     pub start: f64,
     pub end: f64,
+    /// For how much of it the device stood still for other ranks.
+    pub waited: f64,
 }

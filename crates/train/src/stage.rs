@@ -19,9 +19,10 @@ use std::fmt;
 use crossmesh_core::layout::Layout;
 
 use crate::flat::{Buckets, Gradients, Weights};
-use crate::group::GroupError;
-use crate::kernels::Buffer;
+use crate::group::{Coming, GroupError};
+use crate::kernels::{Buffer, Kernels};
 use crate::parameter::Parameter;
+use crate::tier::TierError;
 
 /// A microbatch's number within its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -54,6 +55,24 @@ pub enum Value<B> {
     Ids(Vec<i32>),
     /// This rank's summand of the loss.
     Loss(f64),
+    /// A shard on its way from a collective, inside a pass.
+    Coming(Coming<B>),
+}
+
+impl<B> From<B> for Value<B> {
+    fn from(buf: B) -> Self {
+        Value::Real(buf)
+    }
+}
+
+impl<B: Buffer> Value<B> {
+    /// Itself, when it is there.
+    pub fn there<K: Kernels<Buf = B>>(self, kernels: &K) -> Result<Self, GroupError> {
+        match self {
+            Value::Coming(coming) => coming.wait(kernels).map(Value::Real),
+            there => Ok(there),
+        }
+    }
 }
 
 /// What a port is for.
@@ -97,6 +116,13 @@ pub struct ActivationBytes {
     pub after_forward: u64,
     /// From B to W.
     pub after_backward_input: u64,
+}
+
+impl ActivationBytes {
+    /// Of two strands.
+    pub fn twice(self) -> Self {
+        Self { after_forward: 2 * self.after_forward, after_backward_input: 2 * self.after_backward_input }
+    }
 }
 
 /// What a stage holds now, and the most it held.
@@ -188,6 +214,10 @@ pub enum StageError {
     Id { port: String, id: i32, last: usize },
     #[error(transparent)]
     Group(#[from] GroupError),
+    #[error(transparent)]
+    Tier(#[from] TierError),
+    #[error("strands need all weights of a stage at once, and here they come unit by unit")]
+    Strands,
 }
 
 /// An output that feeds an input: ports by their place in `outputs()` and `inputs()`.

@@ -91,6 +91,9 @@ pub fn setup(job: &Job, stage: StageId, position: usize) -> Result<Setup, JobErr
         samples: job.samples,
         sequence_parallel: job.teams[device.index()].sequence_parallel,
         recompute: job.recompute[stage.index()],
+        policies: job.policies.clone(),
+        offloaded: job.offload.is_some(),
+        strands: job.strands,
         seed: job.seed,
     })
 }

@@ -12,7 +12,7 @@ use crossmesh_train::generate::{Crew, Generator, Sampling};
 use crossmesh_train::group::{Alone, Group, in_process};
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::kernels::random::Stream;
-use crossmesh_train::models::gpt::{Family, Gpt, GptConfig};
+use crossmesh_train::models::gpt::{Family, Gpt, GptConfig, Residual};
 use crossmesh_train::stage::{Microbatch, MicrobatchId, Stage, Value};
 use crossmesh_train::stage_rank::StageRank;
 
@@ -69,9 +69,14 @@ impl Slow {
         // The body has the first parameters, and a tied head no further table.
         let held = self.body.parameters().last().unwrap().range.end;
         let params = self.values[..held].to_vec().into();
-        let out = self.body.evaluate(microbatch, &mut &params, vec![Value::Ids(ids)]).unwrap().remove(0);
-        let Value::Real(h) = out else { panic!("a hidden state") };
-        let row = &h[(tokens.len() - 1) * width..tokens.len() * width];
+        let out = self.body.evaluate(microbatch, &mut &params, vec![Value::Ids(ids)]).unwrap();
+        // The residual stream, and on a ladder the branch that has not landed on it.
+        let mut row = vec![0.0; width];
+        for part in out {
+            let Value::Real(part) = part else { panic!("a hidden state") };
+            let of_row = &part[(tokens.len() - 1) * width..tokens.len() * width];
+            row.iter_mut().zip(of_row).for_each(|(sum, x)| *sum += x);
+        }
         let llama = self.config.family != Family::Gpt2;
         let mean = if llama { 0.0 } else { row.iter().sum::<f64>() / width as f64 };
         let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
@@ -100,9 +105,11 @@ fn every_token_is_what_reading_everything_again_says() {
         tied,
         ..GptConfig::llama((13, 9), 4 * heads, layers, (heads, heads / 2), 11)
     };
+    let ladder = |config| GptConfig { residual: Residual::Ladder, ..config };
+    let ladders = [ladder(gpt2(true, 5, 2)), ladder(llama(false, 6, 3))];
     let configs =
         [gpt2(true, 5, 3), gpt2(false, 1, 2), gpt2(true, 4, 1), llama(false, 6, 2), llama(true, 2, 1)];
-    for config in configs {
+    for config in configs.into_iter().chain(ladders) {
         let mut slow = Slow::new(&config);
         let folder = tempfile::tempdir().unwrap();
         let checkpoint = slow.save(folder.path());
@@ -153,7 +160,8 @@ fn several_ranks_say_what_one_says() {
     let gpt2 = GptConfig { hidden: 31, ..GptConfig::new(13, 9, 20, 3, 5) };
     let llama = |kv_heads| GptConfig::llama((13, 9), 32, 3, (8, kv_heads), 11);
     let shapes = [(2, 1), (1, 3), (2, 2), (4, 2), (1, 5)];
-    for (config, kv_heads) in [(gpt2, 5usize), (llama(2), 2), (llama(8), 8), (llama(1), 1)] {
+    let ladder = GptConfig { residual: Residual::Ladder, ..llama(2) };
+    for (config, kv_heads) in [(gpt2, 5usize), (llama(2), 2), (llama(8), 8), (llama(1), 1), (ladder, 2)] {
         let slow = Slow::new(&config);
         let folder = tempfile::tempdir().unwrap();
         let checkpoint = slow.save(folder.path());

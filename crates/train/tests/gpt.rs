@@ -3,15 +3,17 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use common::{Job, Outcome, Single, StageSpec, Whole, assert_same, run};
-use crossmesh_train::chain::{Model, Outline, Setup};
+use crossmesh_train::chain::{Chain, Model, Outline, Setup};
 use crossmesh_train::deal::{Runs, Share};
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
 use crossmesh_train::optim::schedule::Schedule;
 use crossmesh_train::optim::{Optimizer, OptimizerConfig, StepNumbers, clip_scale, norm_piece};
-use crossmesh_train::stage::{MicrobatchId, Recompute, Stage};
+use crossmesh_train::parameter::initial;
+use crossmesh_train::stage::{MicrobatchId, Recompute, Stage, Value};
 use crossmesh_train::stage_rank::StageRank;
 
 /// Nothing here divides by 2 or 3: heads, vocabulary, hidden columns, tokens.
@@ -308,6 +310,17 @@ fn a_llama_block_keeps_the_formula() {
     let row = 4 * d + 2 * heads * h + 2 * kv_heads * h + heads + 2 + 3 * f;
     assert_eq!(row, 7_466);
     assert_eq!(outline.activations.after_forward, (3 * 16 * row * size_of::<f64>()) as u64);
+    // And a block that ran: what is in its buffers, counted.
+    let (samples, context) = (2, 16);
+    let group = crossmesh_train::group::in_process::<f64>(1).remove(0);
+    let setup = Setup::alone(samples, 1);
+    let mut chain = Chain::new(&model, 1..2, Arc::new(Cpu::new(1)), group, setup).unwrap();
+    let params: common::Buf = initial::<f64>(chain.parameters(), &[0, 0], 3).into();
+    let rows = samples * context;
+    let hidden: Vec<f64> = (0..rows * d).map(|i| (i % 17) as f64 * 0.1 - 0.8).collect();
+    let microbatch = Single::microbatch(samples);
+    chain.forward(microbatch, &mut &params, vec![Value::Real(hidden.into())]).unwrap();
+    assert_eq!(chain.live().bytes, (rows * 7_466 * size_of::<f64>()) as u64);
 }
 
 #[test]

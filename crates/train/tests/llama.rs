@@ -6,9 +6,10 @@ use std::collections::BTreeMap;
 
 use crossmesh_core::schedule::Name;
 use crossmesh_train::job::Dealt;
+use crossmesh_train::kernels::cpu::{Cpu, CpuBf16};
 use crossmesh_train::models::gpt::GptConfig;
 use crossmesh_train::stage::Recompute;
-use grid::{Case, Kind, Outcome, adamw, difference, plain, run};
+use grid::{Case, Kind, Outcome, adamw, difference, plain, run, run_on};
 
 /// Nothing of it divides by 2 or 3 but its heads.
 fn llama(kv_heads: usize, layers: usize) -> Kind {
@@ -112,4 +113,23 @@ fn every_schedule_with_shared_keys() {
         }
     }
     assert_eq!(jobs, 28);
+}
+
+/// Who computes a part makes no difference to what it is, in f32 and in bf16: not to losses, nor norms, nor any weight behind AdamW.
+#[test]
+fn threads_change_no_bit() {
+    // Some products have several tiles of rows and of columns, the last ones smaller.
+    let kind = Kind::Gpt(GptConfig { dropout: 0.1, ..GptConfig::llama((150, 40), 144, 2, (6, 3), 200) });
+    let case =
+        Case { kind, microbatches: 2, samples: 3, clip: Some(0.5), ..Case::gpt("gpipe", &["A{dp:1}"]) };
+    let bits = |outcome: Outcome| -> Vec<u64> {
+        let seen = outcome.records[0].iter().flat_map(|r| [r.loss, r.grad_norm]);
+        let weights = outcome.weights.into_values().flatten();
+        seen.chain(weights).map(f64::to_bits).collect()
+    };
+    let f32s = [1, 2, 3].map(|threads| bits(run_on(|| Cpu::<f32>::new(threads), &case, adamw(), 3, |_| {})));
+    let bf16s = [1, 2, 3].map(|threads| bits(run_on(|| CpuBf16::new(threads), &case, adamw(), 3, |_| {})));
+    for [one, two, three] in [f32s, bf16s] {
+        assert!(one.len() > 200_000 && one == two && one == three);
+    }
 }

@@ -5,8 +5,11 @@ mod grid;
 
 use std::collections::BTreeMap;
 
+use crossmesh_train::chain::Outline;
 use crossmesh_train::job::{Dealt, Over};
+use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::models::gpt::GptConfig;
+use crossmesh_train::runtime::most_fetched;
 use grid::{Case, Kind, adamw, compare, gpt_config, run};
 
 /// Every subset of the data axes `dpo` and `dpi`.
@@ -97,5 +100,16 @@ fn ranks_keep_their_share() {
         assert_eq!(sum(|k| k.parameters), times(3) * all, "stage {zero}");
         assert_eq!(sum(|k| k.gradients), times(2) * all, "stage {zero}");
         assert_eq!(sum(|k| k.states), 2 * times(1) * all, "stage {zero}");
+        // And no more of other ranks' for a pass than predicted.
+        let case = case(zero);
+        let (model, job) = (case.kind.model::<f32>(), case.job::<f32>(adamw()));
+        let stage = crossmesh_core::id::StageId(0);
+        let setup = crossmesh_train::wiring::setup(&job, stage, 0).unwrap();
+        let outline = Outline::new::<Cpu<f32>>(&*model, job.stages[0].clone(), &setup).unwrap();
+        let of = |least: usize, elements: usize| if zero >= least { elements } else { 0 };
+        for k in &parts {
+            assert_eq!(k.fetched, of(3, most_fetched::<Cpu<f32>>(outline.largest_unit())), "stage {zero}");
+            assert_eq!(k.opened, of(2, outline.most_opened()), "stage {zero}");
+        }
     }
 }

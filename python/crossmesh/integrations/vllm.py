@@ -125,21 +125,29 @@ class CrossmeshEngine(WeightTransferEngine[CrossmeshInitInfo, CrossmeshUpdateInf
             self._join()
         if not self._subscriber.poll(self._info.patience_s):
             raise SyncError(f"version {update_info.version} has not come within {self._info.patience_s} s")
+        self._check(update_info.version)
         self._whole = update_info.version
+
+    def _check(self, announced: int) -> None:
+        """That what is ready is what was announced, while the model is still as it was."""
+        if self._subscriber.ready != announced:
+            raise SyncError(
+                f"version {announced} was announced, {self._subscriber.ready} is ready; the model is as it was\n"
+                "hint: announce the version that was published last, to all workers"
+            )
 
     def finish_weight_update(self) -> None:
         if self._whole is None:
             raise SyncError("no version has arrived\nhint: `update_weights` receives one")
         announced, self._whole = self._whole, None
+        self._check(announced)
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
         with Watched(self._boxes) as watched:
             self.model.load_weights(self._weights(watched))
             finalize_layerwise_reload(self.model, self.model_config)
-        installed = self._subscriber.install()
-        if installed != announced:
-            raise SyncError(f"version {announced} was announced, {installed} came")
+        self._subscriber.install()
 
     def _weights(self, watched: Watched) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors as the loaders know them: of what is not read here nothing is filled, and no memory taken on a host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -50,8 +51,13 @@ class Publisher(Member):
             raise SyncError("tensors were offered before\nhint: a publisher offers once; publish subsets by name")
         if hasattr(tensors, "state_dict"):
             tensors = tensors.state_dict()
-        for name, value in tensors.items():
-            self._offer(self._renamed(name), value)
+        try:
+            for name, value in tensors.items():
+                self._offer(self._renamed(name), value)
+        except SyncError:
+            # All or nothing: what was refused may be offered again, put right.
+            self._offered, self._about = {}, {}
+            raise
         shapes = [(about["dtype"], about["local"]) for about in self._about.values()]
         self._snapshot = dict(zip(self._about, _native.arrays(shapes)))
         self._views = {name: view_like(self._snapshot[name], value) for name, value in self._offered.items()}
@@ -67,11 +73,13 @@ class Publisher(Member):
             value, layout = value
             if not isinstance(layout, Layout):
                 raise SyncError(f"`{name}`: {layout!r} is no layout")
+            _check_whole(name, layout)
             boxes, shape = (layout.boxes(self.rank) if self.rank in layout.ranks else []), layout.shape
         elif hasattr(value, "placements"):
             from ..torch import layout as layout_of
 
             layout = layout_of(value)
+            _check_whole(name, layout)
             boxes, shape, value = layout.boxes(self.rank), layout.shape, value.to_local()
         else:
             shape = list(value.shape)
@@ -116,6 +124,7 @@ class Publisher(Member):
             self._lock.wait_for(lambda: not (self._busy or self._pending) or self._closed)
             start = time.perf_counter()
             since, self._version = self._version, None
+        self._at_rest()
         given = self._offered.items() if values is None else values
         if names is not None:
             given = ((name, value) for name, value in given if name in names)
@@ -140,13 +149,14 @@ class Publisher(Member):
 
     def _copy_all(self, values: dict[str, Any]) -> list[str]:
         """Into the snapshot, of torch's in one call: a call a tensor costs more than a small tensor."""
-        of_torch = [name for name, value in values.items() if is_torch(value)]
+        of_torch = {name: value for name, value in values.items() if is_torch(value)}
         if of_torch:
             import torch
 
-            into, given = [self._view(name, values[name]) for name in of_torch], [values[name].detach() for name in of_torch]
-            torch._foreach_copy_(into, given)
-        self._copy_each(((name, value) for name, value in values.items() if not is_torch(value)), False)
+            with torch.no_grad():
+                torch._foreach_copy_([self._view(name, value) for name, value in of_torch.items()], list(of_torch.values()))
+        if len(of_torch) < len(values):
+            self._copy_each(((name, value) for name, value in values.items() if name not in of_torch), False)
         return list(values)
 
     def _copy_each(self, values: Iterable[tuple[str, Any]], changed_only: bool) -> tuple[set[str], list[str]]:
@@ -215,8 +225,10 @@ class Publisher(Member):
         return found
 
     def _on_over(self, said: dict) -> None:
+        # What is given up may still be read: `_leave` is next.
+        busy = not said["moved"] and self._give_up(said)
         with self._lock:
-            self._busy = False
+            self._busy = busy
             self._pending &= not said["moved"]
             self._lock.notify_all()
 
@@ -240,6 +252,15 @@ class Publisher(Member):
             self._roll_call.close()
 
 
+def _check_whole(name: str, layout: Layout) -> None:
+    """A part of a sum is no value: servers would install one of the addends."""
+    if layout.partial:
+        raise SyncError(
+            f"`{name}`: its shards are parts of a {layout.op} over {'+'.join(layout.partial)}, {layout}\n"
+            "hint: combine them first: a DTensor's `redistribute` to Shard or Replicate does"
+        )
+
+
 def _dtype_name(value: Any) -> str:
     name = str(getattr(value.dtype, "name", value.dtype)).rsplit(".", 1)[-1]
     return _native.dtype(name)
@@ -255,7 +276,13 @@ def view_like(array: Any, value: Any) -> Any:
 
 
 def is_torch(value: Any) -> bool:
-    return type(value).__module__.split(".")[0] == "torch"
+    return _of_torch(type(value))
+
+
+@functools.cache
+def _of_torch(kind: type) -> bool:
+    """By type: looked up hundreds of times for every version that is published."""
+    return kind.__module__.split(".")[0] == "torch"
 
 
 def cast_into(view: Any, value: Any, dtype: str) -> None:

@@ -15,6 +15,7 @@ that matters is with the members (which version is staged, which is installed), 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import queue
 import secrets
@@ -22,12 +23,13 @@ import socket
 import threading
 import time
 
-from .. import Cluster, CrossmeshError, Plan, PlanError, plan
-from .channel import Channel, derive
+from .. import Cluster, CrossmeshError, Plan, plan
+from .channel import Channel, Forged, derive
 
+logger = logging.getLogger("crossmesh")
 SILENT_S = 3.0
 BEAT_S = 0.5
-_SETTLE_S = 0.2
+SETTLE_S = 0.2
 _TRIES = 3
 
 
@@ -92,7 +94,7 @@ class RollCall:
             threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
 
     def _listen(self, stream: socket.socket) -> None:
-        member = None
+        member, who = None, "somebody who has not said who it is"
         try:
             channel = Channel(stream, self._secret, "roll call")
             hello = channel.receive(SILENT_S)
@@ -100,10 +102,16 @@ class RollCall:
                 self._events.put(("asks", channel, None))
                 return
             member = Member(channel, hello)
+            who = member.name
             self._events.put(("hello", member, None))
             while True:
                 self._events.put(("said", member, channel.receive(SILENT_S)))
-        except (OSError, ValueError, KeyError):
+        except OSError as error:
+            if isinstance(error, Forged):
+                logger.warning("%s at the roll call: %s", who, error)
+            stream.close()
+        except Exception as error:
+            logger.error("%s at the roll call says what nobody understands: %r", who, error)
             stream.close()
         if member is not None:
             self._events.put(("gone", member, None))
@@ -113,51 +121,67 @@ class RollCall:
     def _decide(self) -> None:
         while not self._closed:
             try:
-                event, member, said = self._events.get(timeout=_SETTLE_S / 2)
+                event, member, said = self._events.get(timeout=SETTLE_S / 2)
             except queue.Empty:
-                event = None
-            if event == "hello":
-                self._came(member)
-            elif event == "asks":
-                self._observers.append(member)
-            elif event == "gone" and self._members.get(member.key) is member:
-                del self._members[member.key]
-                self._over(f"{member.name} is gone")
-            elif event == "said" and self._members.get(member.key) is member:
-                getattr(self, "_on_" + said["word"], lambda *_: None)(member, said)
-            self._advance()
+                event, member, said = None, None, None
+            try:
+                self._hear(event, member, said)
+                self._advance()
+            except Exception as error:
+                # Whatever it is, this is the one thread that decides: without it everybody would wait for ever.
+                what = said["word"] if event == "said" else event or "nothing new"
+                why = f"the roll call failed at `{what}`{f' of {member.name}' if isinstance(member, Member) else ''}: {type(error).__name__}: {error}"
+                logger.error("%s", why, exc_info=error)
+                self._tries = _TRIES
+                self._tell_all("error", kind="sync", text=why)
         for channel in [member.channel for member in self._members.values()] + self._observers:
             channel.close()
+
+    def _hear(self, event: str | None, member, said: dict | None) -> None:
+        if event == "hello":
+            self._came(member)
+        elif event == "asks":
+            self._observers.append(member)
+        elif event == "gone" and self._members.get(member.key) is member:
+            del self._members[member.key]
+            self._over(f"{member.name} is gone")
+        elif event == "said" and self._members.get(member.key) is member:
+            getattr(self, "_on_" + said["word"], lambda *_: None)(member, said)
 
     def _came(self, member: Member) -> None:
         before = self._members.get(member.key)
         if before is not None:
             before.channel.close()
         self._members[member.key] = member
-        self._over(f"{member.name} came")
+        self._over(f"{member.name} came", expected=True)
 
-    def _over(self, why: str) -> None:
-        """The epoch is over; the next one waits until no more news come."""
+    def _over(self, why: str, expected: bool = False) -> None:
+        """The epoch is over; the next one waits until no more news come. ``expected``: it is nobody's fault."""
         self._changed_s, self._why, self._looked_at = time.monotonic(), why, None
         if self._moving is not None:
-            self._void(self._moving)
+            self._void(self._moving, why, expected)
 
-    def _void(self, moving: dict) -> None:
+    def _void(self, moving: dict, why: str, expected: bool = False) -> None:
         """What was under way does not count, and what it was staged into is no version any more."""
         self._moving = None
         for member in self._order:
             if member.side == "subscriber":
                 member.staged = None
-                member.tell("void", version=moving["version"])
+                member.tell("void", version=moving["version"], why=why, expected=expected)
             else:
-                member.tell("over", version=moving["version"], moved=False)
+                member.tell("over", version=moving["version"], moved=False, why=why, expected=expected)
 
     def _on_joined(self, member: Member, said: dict) -> None:
         member.joined = said["epoch"]
 
     def _on_failed(self, member: Member, said: dict) -> None:
-        if said["epoch"] == self._epoch:
-            self._over(f"{member.name}: {said['why']}")
+        if said["epoch"] != self._epoch:
+            return
+        self._over(f"{member.name}: {said['why']}", said.get("expected", False))
+        if said.get("broken"):
+            # It would fail of the same again: this version is left, and everybody hears why.
+            self._tries = _TRIES
+            self._tell_all("error", kind="sync", text=f"{member.name} failed at {said['why']}")
 
     def _on_published(self, member: Member, said: dict) -> None:
         member.version, member.changed, member.since = said["version"], said["changed"], said["since"]
@@ -184,7 +208,7 @@ class RollCall:
             return
         if said["wrong"]:
             self._tries += 1
-            self._void(moving)
+            self._void(moving, said["wrong"])
             if self._tries >= _TRIES:
                 self._tell_all("error", kind="sync", text=f"version {moving['version']}: {said['wrong']}")
             return
@@ -226,7 +250,7 @@ class RollCall:
         if self._observers:
             self._tell_observers()
         if self._changed_s is not None:
-            if time.monotonic() - self._changed_s >= _SETTLE_S and self._is_complete():
+            if time.monotonic() - self._changed_s >= SETTLE_S and self._is_complete():
                 self._form()
         elif self._moving is None and all(m.joined == self._epoch for m in self._order):
             self._begin()
@@ -305,7 +329,7 @@ class RollCall:
             if any(other.installed == member.staged for other in subscribers):
                 self._commit(member.staged, [member])
             else:
-                member.tell("void", version=member.staged)
+                member.tell("void", version=member.staged, why="the others went on without it", expected=True)
                 member.staged = None
 
     def _commit(self, version: int, subscribers: list[Member]) -> None:
@@ -355,7 +379,7 @@ def uncovered(members: list[Member]) -> str | None:
     """What somebody wants and nobody here has, as the planner says it."""
     try:
         plan_of(roster_of(members), None)
-    except PlanError as error:
+    except CrossmeshError as error:
         return str(error).splitlines()[0]
     return None
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import Layout, _native
 from .channel import SyncError
-from .member import Member, bits, common, digests_of, part_of, region_key
+from .member import Member, bits, common, digests_of, logger, part_of, region_key
 from .publisher import _dtype_name
 
 
@@ -90,6 +90,11 @@ class Subscriber(Member):
         return self._installed
 
     @property
+    def ready(self) -> int | None:
+        """The version that ``install`` would copy."""
+        return self._ready
+
+    @property
     def staged(self) -> dict[str, _native.Array]:
         """What arrived, by name: a whole version from when ``poll`` says so to ``install``."""
         return dict(self._staging)
@@ -132,8 +137,11 @@ class Subscriber(Member):
         wrong = self._first_wrong(said["digests"])
         with self._lock:
             self._version_times["check_s"] = time.perf_counter() - start
+            version = self._times.get("version")
             if wrong is None:
-                self._staged = self._times.get("version")
+                self._staged = version
+        if wrong is not None:
+            logger.warning("version %s is refused: %s", version, wrong)
         self._tell("checked", round=said["round"], wrong=wrong)
 
     def _first_wrong(self, digests: dict) -> str | None:
@@ -162,6 +170,7 @@ class Subscriber(Member):
                 self._lock.notify_all()
 
     def _on_void(self, said: dict) -> None:
+        self._give_up(said)
         with self._lock:
             self._staged = self._ready = None
 

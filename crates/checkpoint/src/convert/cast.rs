@@ -9,7 +9,7 @@ pub fn cast(from_type: Element, from: &[u8], to_type: Element, to: &mut [u8]) {
     match from_type {
         Element::F64 => write(from, f64::from_le_bytes, to_type, to),
         Element::F32 => write(from, |b| f64::from(f32::from_le_bytes(b)), to_type, to),
-        Element::Bf16 => write(from, |b| f64::from(bf16::from_le_bytes(b)), to_type, to),
+        Element::BF16 => write(from, |b| f64::from(bf16::from_le_bytes(b)), to_type, to),
         Element::F16 => write(from, |b| f64::from(f16::from_le_bytes(b)), to_type, to),
         other => unreachable!("{other} is not rounded"),
     }
@@ -20,7 +20,7 @@ fn write<const N: usize>(from: &[u8], read: impl Fn([u8; N]) -> f64, to_type: El
         Element::F64 => each(from, to, |b| read(b).to_le_bytes()),
         Element::F32 => each(from, to, |b| (read(b) as f32).to_le_bytes()),
         // By way of f32, as torch rounds doubles.
-        Element::Bf16 => each(from, to, |b| bf16::from_f32(read(b) as f32).to_le_bytes()),
+        Element::BF16 => each(from, to, |b| bf16::from_f32(read(b) as f32).to_le_bytes()),
         Element::F16 => each(from, to, |b| f16::from_f32(read(b) as f32).to_le_bytes()),
         other => unreachable!("nothing is rounded to {other}"),
     }
@@ -39,9 +39,9 @@ mod tests {
     fn widening_and_narrowing_gives_the_same_bits() {
         let bits: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
         for (narrow, wide, width) in [
-            (Element::Bf16, Element::F32, 4),
+            (Element::BF16, Element::F32, 4),
             (Element::F16, Element::F32, 4),
-            (Element::Bf16, Element::F64, 8),
+            (Element::BF16, Element::F64, 8),
         ] {
             let mut wider = vec![0; bits.len() / 2 * width];
             cast(narrow, &bits, wide, &mut wider);

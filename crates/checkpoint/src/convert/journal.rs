@@ -1,53 +1,46 @@
 //! Which slabs are written, so that a second start goes on where a killed one stopped.
 //!
-//! A line of sixteen bytes follows every slab's bytes: its number, its checksum, and a check of the line itself. What a
+//! A line of sixteen bytes follows every slab's bytes: its number, what it adds to the checksum of its box, and a check of the line itself. What a
 //! process has written survives its death, though not that of the machine: a journal of another boot counts for nothing.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
-use std::path::Path;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
+use rustix::fs::FlockOperation;
+
+use crate::crc::crc32;
 use crate::error::CheckpointError;
-use crate::zip::crc32;
 
-pub const NAME: &str = ".crossmesh-journal";
+pub const NAME: &str = "journal";
+/// So often somebody else may come to its end just when this one begins.
+const TRIES: usize = 100;
 const LINE: usize = 16;
 
 /// A journal that is written to.
 #[derive(Debug)]
 pub struct Journal {
     file: File,
-    path: std::path::PathBuf,
+    path: PathBuf,
 }
 
-/// Which slabs an earlier start has written, with their checksums.
+/// Which slabs an earlier start has written, and what each adds to the checksum of its box.
 pub type Done = Vec<Option<u32>>;
 
 impl Journal {
-    /// Opens the journal of a folder for this very conversion, or begins one. None where the folder's is of another.
+    /// Opens the journal of a folder for this very conversion, or begins one; the folder is made where it is not there. No slabs are told where
+    /// the folder's is of another.
     pub fn open(
         folder: &Path,
         identity: &[u8; 32],
         slabs: usize,
-    ) -> Result<Option<(Self, Done)>, CheckpointError> {
-        let path = folder.join(NAME);
-        let io = |what| CheckpointError::io(what, &path);
-        let file =
-            OpenOptions::new().create(true).read(true).append(true).open(&path).map_err(io("write"))?;
-        // Whoever holds it is at work; a process that dies lets go.
-        if rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
-            let what = format!("{}: another conversion is writing here", folder.display());
-            return Err(CheckpointError::target(what));
-        }
-        let mut journal = Self { file, path };
+    ) -> Result<(Self, Option<Done>), CheckpointError> {
+        let (mut file, path) = Self::locked(folder)?;
         let mut bytes = Vec::new();
-        journal.file.read_to_end(&mut bytes).map_err(CheckpointError::io("read", &journal.path))?;
-        let head = Self::head(identity);
-        if bytes.is_empty() {
-            journal.append(&head)?;
-            return Ok(Some((journal, vec![None; slabs])));
-        }
-        let Some(lines) = bytes.strip_prefix(&head[..]) else { return Ok(None) };
+        file.read_to_end(&mut bytes).map_err(CheckpointError::io("read", &path))?;
+        let journal = Self { file, path };
+        let Some(lines) = bytes.strip_prefix(&Self::head(identity)[..]) else { return Ok((journal, None)) };
         let mut done = vec![None; slabs];
         for line in lines.as_chunks::<LINE>().0 {
             let (head, check) = line.split_at(12);
@@ -60,7 +53,47 @@ impl Journal {
                 *place = Some(crc);
             }
         }
-        Ok(Some((journal, done)))
+        Ok((journal, Some(done)))
+    }
+
+    /// The file, with a lock on it: whoever holds it is at work, and a process that dies lets go.
+    fn locked(folder: &Path) -> Result<(File, PathBuf), CheckpointError> {
+        let path = folder.join(NAME);
+        for _ in 0..TRIES {
+            match std::fs::create_dir(folder) {
+                Err(cause) if cause.kind() != ErrorKind::AlreadyExists => {
+                    let path = folder.to_path_buf();
+                    return Err(CheckpointError::Io { what: "make the folder", path, cause });
+                }
+                _ => {}
+            }
+            let file = match OpenOptions::new().create(true).read(true).append(true).open(&path) {
+                // Somebody has just come to an end, and took it away.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                opened => opened.map_err(CheckpointError::io("write", &path))?,
+            };
+            if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+                break;
+            }
+            let id = |meta: std::fs::Metadata| (meta.dev(), meta.ino());
+            let (mine, there) = (file.metadata().ok().map(id), std::fs::metadata(&path).ok().map(id));
+            if mine.is_some() && mine == there {
+                return Ok((file, path));
+            }
+        }
+        let what = format!("{}: another conversion is writing here", folder.display());
+        Err(CheckpointError::target(what))
+    }
+
+    /// Begins anew.
+    pub fn restart(&mut self, identity: &[u8; 32]) -> Result<(), CheckpointError> {
+        self.file.set_len(0).map_err(CheckpointError::io("write", &self.path))?;
+        self.append(&Self::head(identity))
+    }
+
+    /// Holds the folder for as long as it lives, also when the journal is closed.
+    pub fn lock(&self) -> Result<File, CheckpointError> {
+        self.file.try_clone().map_err(CheckpointError::io("write", &self.path))
     }
 
     fn head(identity: &[u8; 32]) -> Vec<u8> {
@@ -80,4 +113,10 @@ impl Journal {
     fn append(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
         self.file.write_all(bytes).map_err(CheckpointError::io("write", &self.path))
     }
+}
+
+/// Whether nobody holds it.
+pub fn is_nobodys(journal: &Path) -> bool {
+    let locked = |file: File| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
+    File::open(journal).is_ok_and(locked)
 }

@@ -1,33 +1,38 @@
 //! From one checkpoint to another: planned, explained, run.
 //!
-//! A target's files are cut into slabs: boxes whose bytes lie in one stretch of a file, small enough for a buffer. A slab
-//! is read from wherever its elements lie, and written at once:
+//! A target's files are cut into slabs: boxes that are small enough for a buffer. A slab is read from wherever its elements lie, and written
+//! where they go, as a rule in one stretch:
 //!
 //! ```text
 //! target box  [0:8, 0:6]  ->  slabs  [0:3, 0:6]  [3:6, 0:6]  [6:8, 0:6]
 //!                                       |  a read for every source box that meets it
 //! ```
 //!
-//! Threads take slabs in the order of the files. Memory is two or three buffers a thread, whatever the tensors' sizes.
+//! A box that lies transposed in its source is cut into tiles instead (`cut`). Threads take slabs in the order of the files. Memory is two or
+//! three buffers a thread, whatever the tensors' sizes.
 
 mod cast;
+mod cut;
+mod explain;
 mod folder;
 mod journal;
 mod run;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crossmesh_core::box_index::BoxIndex;
 use crossmesh_core::region::{Region, Span};
 
-use crate::catalog::{Catalog, Tensor, row_major};
+use crate::catalog::{Catalog, StoredBox, Tensor, modified, row_major};
 use crate::copy::Copy;
 use crate::element::Element;
 use crate::error::CheckpointError;
 use crate::target::{Spec, Target, What, lay_out};
 
 pub(crate) use cast::cast;
+pub(crate) use cut::cut;
+pub use explain::{Explanation, Reads, Writes};
 pub use run::{Progress, Report, RunOptions};
 
 /// A buffer is never larger: beyond this a read costs what its bytes do.
@@ -45,6 +50,8 @@ pub struct Conversion {
     catalog: Catalog,
     target: Target,
     spec: Spec,
+    /// What the files beside the tensors were when it was planned, in the order of the target's extras.
+    beside: Vec<Stamp>,
     /// Source boxes by place, of tensors that have many.
     indexes: BTreeMap<String, BoxIndex>,
 }
@@ -57,7 +64,8 @@ impl Conversion {
         let many = catalog.tensors.iter().filter(|(_, t)| t.boxes.len() > FEW_BOXES);
         let index = |t: &Tensor| BoxIndex::new(t.boxes.iter().map(|b| &b.region));
         let indexes = many.map(|(name, t)| (name.clone(), index(t))).collect();
-        Ok(Self { catalog, target, spec, indexes })
+        let beside = target.extras.iter().map(|(_, path)| Stamp::of(path)).collect::<Result<_, _>>()?;
+        Ok(Self { catalog, target, spec, beside, indexes })
     }
 
     pub fn catalog(&self) -> &Catalog {
@@ -79,9 +87,9 @@ impl Conversion {
     }
 
     /// Every source box that has elements of a region.
-    fn sources<'a>(&'a self, name: &str, region: &Region) -> Vec<(&'a crate::catalog::StoredBox, Region)> {
+    fn sources<'a>(&'a self, name: &str, region: &Region) -> Vec<(&'a StoredBox, Region)> {
         let tensor = &self.catalog.tensors[name];
-        let meet = |stored: &'a crate::catalog::StoredBox| Some((stored, stored.region.intersect(region)?));
+        let meet = |stored: &'a StoredBox| Some((stored, stored.region.intersect(region)?));
         match self.indexes.get(name) {
             Some(index) => {
                 let ids = index.meeting(region.spans());
@@ -100,10 +108,8 @@ impl Conversion {
                 let (file, part) = (file as u32, part as u32);
                 match &place.what {
                     What::Box { tensor, region, .. } => {
-                        let from = self.catalog.tensors[tensor].element;
-                        let width = from.bytes().max(self.target.elements[tensor].bytes());
-                        let limit = (buffer_bytes / width).max(1);
-                        cut(region, limit, &mut |slab| {
+                        let lens = self.slab_lens(tensor, region, buffer_bytes);
+                        cut::blocks(region, &lens, &mut |slab| {
                             slabs.push(Slab { file, part, what: Work::Box(slab) })
                         });
                     }
@@ -114,65 +120,86 @@ impl Conversion {
                             Slab { file, part, what: Work::Object(at..end) }
                         }));
                     }
-                    What::Bytes(_) => {}
+                    What::Bytes(_) | What::Manifest(_) => {}
                 }
             }
         }
         slabs
     }
 
-    /// Where the bytes come from, box by box, as text.
-    pub fn explain(&self, limits: Limits) -> String {
-        use std::fmt::Write as _;
-        let mut text = String::new();
-        let (mut read, mut copied) = (0u64, 0u64);
-        for out in &self.target.files {
-            let _ = writeln!(text, "{}  {} B", out.name, out.bytes);
-            for part in &out.parts {
-                let What::Box { tensor, region, .. } = &part.what else { continue };
-                let (from, to) = (self.catalog.tensors[tensor].element, self.target.elements[tensor]);
-                let rounded = if from == to { String::new() } else { format!(", {from} rounded to {to}") };
-                let bytes = region.volume() * to.bytes();
-                let _ = writeln!(text, "  {tensor} {region}  {bytes} B at {}{rounded}", part.data_at());
-                let strides = row_major(region.spans().iter().map(|s| s.len()), from.bytes());
-                for (stored, common) in self.sources(tensor, region) {
-                    let copy = Copy::new(stored, region, &strides, &common, from.bytes());
-                    let range = copy.file_range();
-                    let file = &self.catalog.files[stored.file as usize].name;
-                    let _ = writeln!(
-                        text,
-                        "    {common}  {} B of {file} {}..{}",
-                        copy.bytes(),
-                        range.start,
-                        range.end
-                    );
-                    read += copy.bytes_read(limits.buffer_bytes);
-                    copied += copy.bytes();
-                }
-            }
+    /// How long a slab of a box of the target is in every dim: rows of it, or a tile where rows would read their source again and again.
+    fn slab_lens(&self, tensor: &str, region: &Region, buffer_bytes: u64) -> Vec<u64> {
+        let (from, to) = self.elements_of(tensor);
+        let limit = (buffer_bytes / from.bytes().max(to.bytes())).max(1);
+        let rows = cut::rows(region, limit);
+        let Some(stored) = self.first_source(tensor, region).filter(|stored| cut::is_turned(stored, region))
+        else {
+            return rows;
+        };
+        let start = region.spans().iter().zip(&rows).map(|(s, len)| Span::new(s.start, s.start + len));
+        let first = Region::new(start.collect());
+        let needed = first.volume() * from.bytes();
+        match self.bytes_read_for(tensor, &first, buffer_bytes) <= needed + needed / 4 {
+            true => rows,
+            false => cut::tile(region, stored, limit),
         }
-        let (written, tensors) = (self.bytes(), self.catalog.tensors.len());
-        let memory = limits.memory_bytes();
-        let _ = writeln!(
-            text,
-            "{tensors} tensors: reads {read} B, writes {written} B in {} files; {copied} B have to be read at least\nbuffers: {memory} B in {} threads",
-            self.target.files.len(),
-            limits.threads
-        );
-        text
+    }
+
+    /// A source box that has elements of a region.
+    fn first_source(&self, tensor: &str, region: &Region) -> Option<&StoredBox> {
+        match self.indexes.get(tensor) {
+            Some(_) => self.sources(tensor, region).first().map(|(stored, _)| *stored),
+            None => self.catalog.tensors[tensor].boxes.iter().find(|b| b.region.overlaps(region)),
+        }
+    }
+
+    /// The copies that a slab is filled by: from which file, and with how large a buffer for what is sorted out in memory.
+    fn copies<'a>(&'a self, tensor: &str, slab: &Region) -> impl Iterator<Item = (u32, Copy)> + use<'a> {
+        let width = self.catalog.tensors[tensor].element.bytes();
+        let strides = row_major(slab.spans().iter().map(|s| s.len()), width);
+        let slab = slab.clone();
+        let sources = self.sources(tensor, &slab).into_iter();
+        sources.map(move |(stored, common)| (stored.file, Copy::new(stored, &slab, &strides, &common, width)))
+    }
+
+    fn bytes_read_for(&self, tensor: &str, slab: &Region, buffer_bytes: u64) -> u64 {
+        // What lies in no file is not read.
+        if self.catalog.tensors[tensor].value.is_some() {
+            return 0;
+        }
+        self.copies(tensor, slab).map(|(_, copy)| copy.bytes_read(buffer_bytes)).sum()
     }
 
     pub fn target_bytes_of(&self, name: &str) -> Option<u64> {
         self.target.files.iter().find(|f| f.name == name).map(|f| f.bytes)
     }
 
-    /// The folder's files that are copied as they are.
-    fn extras(&self) -> impl Iterator<Item = (&String, PathBuf)> {
-        self.target.extras.iter().map(|name| (name, self.catalog.folder.join(name)))
+    /// Of the files that are copied as they are.
+    fn bytes_beside(&self) -> u64 {
+        self.beside.iter().map(|stamp| stamp.bytes).sum()
+    }
+
+    /// Files that are copied as they are.
+    fn extras(&self) -> &[(String, PathBuf)] {
+        &self.target.extras
     }
 
     fn elements_of(&self, tensor: &str) -> (Element, Element) {
         (self.catalog.tensors[tensor].element, self.target.elements[tensor])
+    }
+}
+
+/// By which it is noticed that a file changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stamp {
+    bytes: u64,
+    modified: (i64, i64),
+}
+
+impl Stamp {
+    fn of(path: &Path) -> Result<Self, CheckpointError> {
+        let meta = std::fs::metadata(path).map_err(CheckpointError::io("read", path))?;
+        Ok(Self { bytes: meta.len(), modified: modified(&meta) })
     }
 }
 
@@ -212,70 +239,8 @@ struct Slab {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Work {
-    /// A box that lies in one stretch of its part.
+    /// A box of its part: rows, or a tile.
     Box(Region),
     /// Bytes of an object.
     Object(std::ops::Range<u64>),
-}
-
-/// Cuts a box into boxes of at most so many elements that follow each other row-major, in their order.
-pub(crate) fn cut(region: &Region, limit: u64, each: &mut impl FnMut(Region)) {
-    if region.is_empty() {
-        return;
-    }
-    // The first dim whose rows fit is cut into so many rows; the dims before it, one by one.
-    let lens: Vec<u64> = region.spans().iter().map(|s| s.len()).collect();
-    let rows = |dim: usize| lens[dim + 1..].iter().product::<u64>();
-    let Some(dim) = (0..lens.len()).find(|&dim| rows(dim) <= limit) else { return each(region.clone()) };
-    let step = (limit / rows(dim)).max(1);
-    let mut spans: Vec<Span> = region.spans().to_vec();
-    let mut outer: Vec<u64> = region.spans()[..dim].iter().map(|s| s.start).collect();
-    loop {
-        outer.iter().enumerate().for_each(|(d, &at)| spans[d] = Span::new(at, at + 1));
-        let whole = region.spans()[dim];
-        let mut at = whole.start;
-        while at < whole.end {
-            let end = whole.end.min(at.saturating_add(step));
-            spans[dim] = Span::new(at, end);
-            each(Region::new(spans.clone()));
-            at = end;
-        }
-        // The next of the dims before, like the hands of a clock.
-        let Some(d) = (0..dim).rev().find(|&d| outer[d] + 1 < region.spans()[d].end) else { return };
-        outer[d] += 1;
-        (d + 1..dim).for_each(|later| outer[later] = region.spans()[later].start);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crossmesh_testkit::seed::Seed;
-
-    #[test]
-    fn slabs_follow_each_other_and_are_the_box() {
-        let mut seed = Seed(3);
-        for _ in 0..500 {
-            let dims = seed.below(4);
-            let span = |seed: &mut Seed| {
-                let start = seed.below(5) as u64;
-                Span::new(start, start + 1 + seed.below(6) as u64)
-            };
-            let region = Region::new((0..dims).map(|_| span(&mut seed)).collect());
-            let limit = 1 + seed.below(40) as u64;
-            let strides = row_major(region.spans().iter().map(|s| s.len()), 1);
-            let mut next = 0;
-            cut(&region, limit, &mut |slab| {
-                assert!(slab.volume() <= limit && region.contains(&slab));
-                let starts = slab.spans().iter().zip(region.spans()).map(|(s, r)| s.start - r.start);
-                assert_eq!(starts.zip(&strides).map(|(x, s)| x * s).sum::<u64>(), next);
-                // In one stretch: all dims behind the first that is longer than one are whole.
-                let first = slab.spans().iter().position(|s| s.len() > 1).unwrap_or(dims);
-                let whole = |d: usize| slab.spans()[d] == region.spans()[d];
-                assert!((first + 1..dims).all(whole), "{slab} of {region}");
-                next += slab.volume();
-            });
-            assert_eq!(next, region.volume());
-        }
-    }
 }

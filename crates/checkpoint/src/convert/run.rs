@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -12,17 +13,24 @@ use crossmesh_core::region::Region;
 use super::cast::cast;
 use super::folder::Folder;
 use super::journal::{Done, Journal};
-use super::{Conversion, Limits, Slab, Work};
-use crate::catalog::{modified, row_major};
+use super::{Conversion, Limits, Slab, Stamp, Work};
+use crate::catalog::{StoredBox, row_major};
 use crate::copy::{Copy, read_exact};
+use crate::crc::{Pieces, crc32};
 use crate::error::CheckpointError;
+use crate::hash::{Input, hash_files};
+use crate::manifest::Manifest;
 use crate::target::What;
-use crate::zip::{Shell, crc32, crc32_of_both};
+use crate::zip::Shell;
 
 /// Files of the source that are open at a time, in each thread.
 const MAX_OPEN: usize = 128;
 /// A file is handed to the disk while the next is written, once it has grown by so much.
 const WRITE_BACK_BYTES: u64 = 64 << 20;
+
+/// Written at once at most. For larger pieces the kernel takes larger pages of its cache, which a virtual machine may have to get from
+/// its host first: 4 GiB took 6 to 14 s in pieces of 8 MiB, and 3 to 5 s in these, as `cp` does.
+const WRITE_BYTES: usize = 256 << 10;
 
 /// How a conversion runs.
 pub struct RunOptions<'a> {
@@ -32,7 +40,7 @@ pub struct RunOptions<'a> {
     pub threads: usize,
     /// Called now and then, from any thread.
     pub progress: Option<&'a (dyn Fn(Progress) + Sync)>,
-    /// Set from outside to stop it: nothing is left then.
+    /// Set from outside to stop it. What was written stays, as after a kill, and is gone on from.
     pub stop: Option<&'a AtomicBool>,
 }
 
@@ -43,10 +51,11 @@ impl Default for RunOptions<'_> {
     }
 }
 
-/// How far it is.
+/// How far it is: all of it once everything is written and synchronised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
     pub bytes_done: u64,
+    /// Of all files of the target, headers and what lies beside the tensors too.
     pub bytes: u64,
 }
 
@@ -55,8 +64,12 @@ pub struct Progress {
 pub struct Report {
     pub tensors: usize,
     pub files: usize,
+    /// Of the source: tensors, what is none, what lies beside, and files whose hashes were compared.
     pub bytes_read: u64,
+    /// All files, those of an earlier start too.
     pub bytes_written: u64,
+    /// Of the target, for the hashes that its manifest has.
+    pub bytes_read_again: u64,
     /// What an earlier start had written already.
     pub bytes_kept: u64,
 }
@@ -66,15 +79,23 @@ impl Conversion {
     pub fn run(&self, target: &Path, options: &RunOptions<'_>) -> Result<Report, CheckpointError> {
         let limits = Limits::new(options.max_memory, options.threads)?;
         let folder = Folder::new(target)?;
-        folder.has_room(self.bytes())?;
+        folder.has_room(self.bytes() + self.bytes_beside())?;
+        let hashed = self.catalog.verify(&self.catalog.all_files(), options.threads)?;
         let slabs = self.slabs(limits.buffer_bytes);
         let files: Vec<(&str, u64)> = self.target.files.iter().map(|f| (f.name.as_str(), f.bytes)).collect();
         let (journal, done) = folder.begin(&self.identity(limits), slabs.len(), &files)?;
+        // Until the folder has its name, or is gone.
+        let _lock = journal.lock()?;
         let result = Run::new(self, &folder, limits, options, slabs, journal, done)
+            .inspect(|run| {
+                run.bytes_read.fetch_add(hashed, Ordering::Relaxed);
+            })
             .and_then(Run::finish)
             .and_then(|report| folder.finish().map(|()| report));
-        if result.is_err() {
-            folder.remove();
+        match result {
+            // As a kill leaves it.
+            Err(CheckpointError::Stopped { .. }) | Ok(_) => {}
+            Err(_) => folder.remove(),
         }
         result
     }
@@ -95,6 +116,7 @@ impl Conversion {
             for part in &out.parts {
                 add(match &part.what {
                     What::Bytes(bytes) => format!("{} {}", part.at, blake3::hash(bytes)),
+                    What::Manifest(manifest) => format!("{} {}", part.at, manifest.to_text()),
                     What::Box { tensor, region, .. } => {
                         format!("{} {tensor} {region} {:?}", part.at, self.elements_of(tensor))
                     }
@@ -103,7 +125,7 @@ impl Conversion {
             }
         }
         for (name, tensor) in &self.catalog.tensors {
-            add(format!("{name} {:?}", tensor.shape));
+            add(format!("{name} {:?} {:?}", tensor.shape, tensor.value));
             tensor
                 .boxes
                 .iter()
@@ -206,46 +228,54 @@ impl<'a> Run<'a> {
         if let Some(error) = self.failure.lock().expect("nobody panics with it").take() {
             return Err(error);
         }
-        if self.options.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
-            return Err(CheckpointError::target("the conversion was stopped; nothing was kept of it"));
-        }
-        self.frames()?;
-        self.extras()?;
-        self.unchanged()?;
+        self.not_stopped()?;
+        let bytes_read_again = self.frames()?;
+        let beside = self.beside()?;
+        self.not_stopped()?;
+        self.conversion.catalog.unchanged(&self.conversion.catalog.all_files())?;
         for out in &self.outs {
             out.open()?.sync_all().map_err(CheckpointError::io("synchronise", &out.path))?;
         }
+        self.tell(self.bytes());
         let files = &self.conversion.target.files;
         Ok(Report {
             tensors: self.conversion.catalog.tensors.len(),
             files: files.len() + self.conversion.target.extras.len(),
-            bytes_read: self.bytes_read.load(Ordering::Relaxed),
-            bytes_written: self.conversion.bytes(),
+            bytes_read: self.bytes_read.load(Ordering::Relaxed) + beside,
+            bytes_written: self.conversion.bytes() + beside,
+            bytes_read_again,
             bytes_kept: self.bytes_kept,
         })
     }
 
-    /// Everything that is no tensor: headers, and the zip files around boxes, with the checksums of what was written.
-    fn frames(&self) -> Result<(), CheckpointError> {
+    /// Everything that is no tensor: headers, and the zip files around boxes, with the checksums of what was written. Returns the bytes
+    /// that were read again for hashes.
+    fn frames(&self) -> Result<u64, CheckpointError> {
         let done = self.done.lock().expect("nobody panics with it");
-        // Checksums of a part's slabs, in their order, make that of the part.
+        // What the slabs of a part add makes its checksum, in any order.
         let mut sums: HashMap<(u32, u32), u32> = HashMap::new();
         for (slab, crc) in self.slabs.iter().zip(done.iter()) {
             let crc = crc.expect("every slab was written, or there was a failure");
-            let sum = sums.entry((slab.file, slab.part)).or_insert_with(|| crc32(&[]));
-            *sum = crc32_of_both(*sum, crc, self.bytes_of(slab));
+            *sums.entry((slab.file, slab.part)).or_default() ^= crc;
         }
+        let mut read_again = 0;
         for (i, file) in self.conversion.target.files.iter().enumerate() {
             let out = &self.outs[i];
             let opened = out.open()?;
             for (p, part) in file.parts.iter().enumerate() {
                 match &part.what {
                     What::Bytes(bytes) => out.write(&opened, part.at, bytes)?,
+                    // Its own file is behind all others.
+                    What::Manifest(manifest) => {
+                        let text = self.sealed(manifest)?;
+                        read_again += manifest.files.iter().map(|f| f.bytes).sum::<u64>();
+                        out.write(&opened, part.at, text.as_bytes())?;
+                    }
                     What::Box { region, tensor, head_bytes: Some(_) } => {
                         let shape: Vec<u64> = region.spans().iter().map(|s| s.len()).collect();
                         let shell = Shell::of_tensor(self.conversion.elements_of(tensor).1, &shape);
                         out.write(&opened, part.at, &shell.head)?;
-                        let crc = sums.get(&(i as u32, p as u32)).copied().unwrap_or(crc32(&[]));
+                        let crc = sums.get(&(i as u32, p as u32)).copied().unwrap_or_else(|| crc32(&[]));
                         let bytes = region.volume() * self.conversion.elements_of(tensor).1.bytes();
                         out.write(&opened, part.data_at() + bytes, &shell.tail(crc))?;
                     }
@@ -253,30 +283,53 @@ impl<'a> Run<'a> {
                 }
             }
         }
-        Ok(())
+        Ok(read_again)
     }
 
-    fn extras(&self) -> Result<(), CheckpointError> {
-        for (name, from) in self.conversion.extras() {
+    /// The manifest with the hashes of the files that were written.
+    fn sealed(&self, manifest: &Manifest) -> Result<String, CheckpointError> {
+        let mut manifest = manifest.clone();
+        for (entry, out) in manifest.files.iter_mut().zip(&self.outs) {
+            let file = File::open(&out.path).map_err(CheckpointError::io("open", &out.path))?;
+            let input = Input { file: &file, path: &out.path, bytes: entry.bytes };
+            let hash = hash_files(&[input], self.limits.threads)?.remove(0);
+            entry.blake3 = hash.to_hex().to_string();
+        }
+        Ok(manifest.to_text())
+    }
+
+    /// What lies beside the tensors, as it was when this was planned; its bytes.
+    fn beside(&self) -> Result<u64, CheckpointError> {
+        let mut bytes = 0;
+        for ((name, from), planned) in self.conversion.extras().iter().zip(&self.conversion.beside) {
             let to = self.folder.path().join(name);
-            std::fs::copy(&from, &to).map_err(CheckpointError::io("copy", &from))?;
+            let copied = std::fs::copy(from, &to).map_err(CheckpointError::io("copy", from))?;
+            if Stamp::of(from)? != *planned || copied != planned.bytes {
+                return Err(CheckpointError::Changed { path: from.clone() });
+            }
+            bytes += copied;
             let file = File::open(&to).map_err(CheckpointError::io("open", &to))?;
             file.sync_all().map_err(CheckpointError::io("synchronise", &to))?;
         }
-        Ok(())
+        Ok(bytes)
     }
 
-    /// What was read is what was opened.
-    fn unchanged(&self) -> Result<(), CheckpointError> {
-        let catalog = &self.conversion.catalog;
-        for (i, file) in catalog.files.iter().enumerate() {
-            let path = catalog.path(i as u32);
-            let meta = std::fs::metadata(&path).map_err(CheckpointError::io("read", &path))?;
-            if (Some(meta.len()), modified(&meta)) != (file.bytes, file.modified) {
-                return Err(CheckpointError::Changed { path });
-            }
+    fn not_stopped(&self) -> Result<(), CheckpointError> {
+        match self.options.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+            true => Err(CheckpointError::Stopped { partial: self.folder.partial().to_path_buf() }),
+            false => Ok(()),
         }
-        Ok(())
+    }
+
+    /// All that is to be written.
+    fn bytes(&self) -> u64 {
+        self.conversion.bytes() + self.conversion.bytes_beside()
+    }
+
+    fn tell(&self, bytes_done: u64) {
+        if let Some(progress) = self.options.progress {
+            progress(Progress { bytes_done, bytes: self.bytes() });
+        }
     }
 }
 
@@ -286,7 +339,11 @@ impl Out {
     }
 
     fn write(&self, file: &File, at: u64, bytes: &[u8]) -> Result<(), CheckpointError> {
-        file.write_all_at(bytes, at).map_err(CheckpointError::io("write", &self.path))
+        for (i, piece) in bytes.chunks(WRITE_BYTES).enumerate() {
+            let at = at + (i * WRITE_BYTES) as u64;
+            file.write_all_at(piece, at).map_err(CheckpointError::io("write", &self.path))?;
+        }
+        Ok(())
     }
 
     /// Asks the disk to begin while there is more to write; that it cannot is no failure.
@@ -333,18 +390,15 @@ impl<'r, 'a> Worker<'r, 'a> {
             if run.done.lock().expect("nobody panics with it")[number].is_some() {
                 continue;
             }
-            let (at, bytes) = self.fill(slab)?;
-            let crc = if bytes.zipped { crc32(self.bytes(&bytes)) } else { 0 };
+            let filled = self.fill(slab)?;
             let out = &run.outs[slab.file as usize];
             let opened = self.target(slab.file)?;
-            out.write(&opened, at, self.bytes(&bytes))?;
+            let crc = self.write(out, &opened, &filled)?;
             run.journal.lock().expect("nobody panics with it").wrote(number, crc)?;
             run.done.lock().expect("nobody panics with it")[number] = Some(crc);
-            out.write_back(&opened, bytes.len as u64);
-            let done = run.bytes_done.fetch_add(bytes.len as u64, Ordering::Relaxed) + bytes.len as u64;
-            if let Some(progress) = run.options.progress {
-                progress(Progress { bytes_done: done, bytes: run.conversion.bytes() });
-            }
+            out.write_back(&opened, filled.len as u64);
+            let done = run.bytes_done.fetch_add(filled.len as u64, Ordering::Relaxed) + filled.len as u64;
+            run.tell(done);
         }
     }
 
@@ -353,28 +407,43 @@ impl<'r, 'a> Worker<'r, 'a> {
         &buffer[..filled.len]
     }
 
+    /// Writes what a buffer holds, and says what that adds to the checksum of its part.
+    fn write(&self, out: &Out, file: &File, filled: &Filled) -> Result<u32, CheckpointError> {
+        let bytes = self.bytes(filled);
+        let (copy, checked) = match &filled.place {
+            Place::Stretch(at) => return out.write(file, *at, bytes).map(|()| 0),
+            Place::Box { copy, checked } => (copy, checked),
+        };
+        let mut pieces = Pieces::default();
+        copy.each_run(&mut |at, from, len| {
+            let run = &bytes[from as usize..(from + len) as usize];
+            if let Some(part) = checked {
+                pieces.add(at - part.start, run);
+            }
+            out.write(file, at, run)
+        })?;
+        Ok(checked.as_ref().map_or(0, |part| pieces.ending(part.end - part.start)))
+    }
+
     /// Reads a slab, and says where in the file it goes.
-    fn fill(&mut self, slab: &Slab) -> Result<(u64, Filled), CheckpointError> {
+    fn fill(&mut self, slab: &Slab) -> Result<Filled, CheckpointError> {
         let part = self.run.part(slab);
         match (&slab.what, &part.what) {
             (Work::Box(region), What::Box { tensor, region: whole, head_bytes }) => {
                 let (from, to) = self.run.conversion.elements_of(tensor);
                 self.read_box(tensor, region, from.bytes())?;
-                let mut filled = Filled {
-                    len: (region.volume() * to.bytes()) as usize,
-                    rounded: false,
-                    zipped: head_bytes.is_some(),
-                };
+                let len = (region.volume() * to.bytes()) as usize;
                 if from != to {
-                    self.rounded.resize(filled.len, 0);
+                    self.rounded.resize(len, 0);
                     let bytes = (region.volume() * from.bytes()) as usize;
                     cast(from, &self.slab[..bytes], to, &mut self.rounded);
-                    filled.rounded = true;
                 }
-                let strides = row_major(whole.spans().iter().map(|s| s.len()), to.bytes());
-                let starts = region.spans().iter().zip(whole.spans()).map(|(r, w)| r.start - w.start);
-                let at = starts.zip(strides).map(|(x, stride)| x * stride).sum::<u64>();
-                Ok((part.data_at() + at, filled))
+                let held = StoredBox::packed(whole.clone(), slab.file, part.data_at(), to);
+                let strides = row_major(region.spans().iter().map(|s| s.len()), to.bytes());
+                let copy = Copy::new(&held, region, &strides, region, to.bytes());
+                let checked =
+                    head_bytes.map(|_| part.data_at()..part.data_at() + whole.volume() * to.bytes());
+                Ok(Filled { len, rounded: from != to, place: Place::Box { copy, checked } })
             }
             (Work::Object(range), What::Object { file, offset, .. }) => {
                 let len = (range.end - range.start) as usize;
@@ -382,7 +451,7 @@ impl<'r, 'a> Worker<'r, 'a> {
                 let (source, path) = self.source(*file)?;
                 read_exact(&source, &path, &mut self.slab[..len], offset + range.start)?;
                 self.run.bytes_read.fetch_add(len as u64, Ordering::Relaxed);
-                Ok((part.at + range.start, Filled { len, rounded: false, zipped: false }))
+                Ok(Filled { len, rounded: false, place: Place::Stretch(part.at + range.start) })
             }
             _ => unreachable!("slabs are made from their parts"),
         }
@@ -391,10 +460,12 @@ impl<'r, 'a> Worker<'r, 'a> {
     fn read_box(&mut self, tensor: &str, region: &Region, width: u64) -> Result<(), CheckpointError> {
         let len = (region.volume() * width) as usize;
         self.slab.resize(len.max(self.slab.len()), 0);
-        let strides = row_major(region.spans().iter().map(|s| s.len()), width);
-        for (stored, common) in self.run.conversion.sources(tensor, region) {
-            let copy = Copy::new(stored, region, &strides, &common, width);
-            let (file, path) = self.source(stored.file)?;
+        if let Some(value) = &self.run.conversion.catalog.tensors[tensor].value {
+            self.slab[..len].copy_from_slice(value);
+            return Ok(());
+        }
+        for (file, copy) in self.run.conversion.copies(tensor, region) {
+            let (file, path) = self.source(file)?;
             let read = copy.read(&file, &path, &mut self.slab[..len], &mut self.scratch)?;
             self.run.bytes_read.fetch_add(read, Ordering::Relaxed);
         }
@@ -432,6 +503,15 @@ struct Filled {
     len: usize,
     /// In the buffer of rounded numbers.
     rounded: bool,
-    /// Its checksum is needed.
-    zipped: bool,
+    place: Place,
+}
+
+/// Where it goes in its file.
+enum Place {
+    Stretch(u64),
+    /// A box, whose checksum is that of the bytes of its part, where it is needed.
+    Box {
+        copy: Copy,
+        checked: Option<Range<u64>>,
+    },
 }

@@ -7,9 +7,14 @@ use crossmesh_core::region::{Region, Span};
 use super::notation::{Axis, Holes, Template, Term, glob};
 use super::sizes::{Seen, Sizes, solve};
 use super::view::{Factor, merge, split};
-use super::{NameMap, Rule};
-use crate::catalog::{Catalog, StoredBox, Tensor};
+use super::{NameMap, Rule, Side};
+use crate::catalog::{Catalog, Format, StoredBox, Tensor};
+use crate::element::Element;
 use crate::error::CheckpointError;
+use crate::load::Reader;
+
+/// The side of our own names.
+pub const OURS: &str = "crossmesh";
 
 /// What a map is applied with.
 #[derive(Debug, Clone, Default)]
@@ -44,6 +49,9 @@ pub(super) struct Made {
     pub rule: usize,
     pub term: usize,
     pub holes: Holes,
+    /// Its name without the state, and the state.
+    pub parameter: String,
+    pub state: Option<String>,
 }
 
 /// A tensor of the source that a rule takes.
@@ -78,8 +86,15 @@ impl NameMap {
             let sides: Vec<&str> = self.sides().collect();
             return Err(wrong(format!("it has no side `{}`\nhint: one of {}", naming.to, sides.join(", "))));
         }
+        self.knows_spelling(naming).map_err(wrong)?;
         let from = self.side_of(catalog, naming).map_err(wrong)?;
         let (taken, mut left_out) = self.take(catalog, &from, naming).map_err(wrong)?;
+        let (counts, taken): (Vec<Taken>, Vec<Taken>) =
+            taken.into_iter().partition(|t| self.is_count(catalog, &from, t));
+        let steps = match counts.is_empty() {
+            true => catalog.optimizer_steps,
+            false => Some(steps_of(catalog, &counts).map_err(|e| e.or(wrong))?),
+        };
         let seen: Vec<Seen<'_>> = taken
             .iter()
             .map(|t| Seen {
@@ -95,25 +110,37 @@ impl NameMap {
         renamed.tensors.clear();
         renamed.paths.clear();
         left_out.extend(std::mem::take(&mut renamed.objects).into_keys());
+        renamed.optimizer_steps = steps;
         let mut made = BTreeMap::new();
         for t in &taken {
             let rule = Step { map: self, rule: t.rule, from: &from, naming, sizes: &sizes };
             rule.rename(t, &catalog.tensors[&t.name], &mut renamed.tensors, &mut made).map_err(wrong)?;
         }
+        match (&self.sides[&naming.to].count, steps) {
+            (Some(count), Some(steps)) => self.write_counts(count, steps, naming, &made, &mut renamed),
+            // Ours keeps it beside the tensors.
+            _ if naming.to == OURS => {}
+            _ => left_out.extend(counts.into_iter().map(|t| t.name)),
+        }
         Ok(Renamed { catalog: renamed, left_out, side: naming.to.clone(), sizes, made })
     }
 
     /// The side whose names are there: most of the tensors have them.
-    fn side_of(&self, catalog: &Catalog, naming: &Naming) -> Result<String, String> {
+    pub(super) fn side_of(&self, catalog: &Catalog, naming: &Naming) -> Result<String, String> {
         if let Some(side) = &naming.from {
             let known = self.sides.contains_key(side);
             return if known { Ok(side.clone()) } else { Err(format!("it has no side `{side}`")) };
         }
+        // Our names may be those of Hugging Face; only ours have our shapes.
+        if catalog.format == Format::Crossmesh && self.sides.contains_key(OURS) {
+            return Ok(OURS.to_string());
+        }
+        let others = || self.sides.keys().filter(|side| *side != OURS);
         let count = |side: &&String| {
             let finder = Finder::new(self, side);
             catalog.tensors.keys().filter(|name| finder.find(name).is_some()).count()
         };
-        let best = self.sides.keys().max_by_key(count).expect("two sides at least");
+        let best = others().max_by_key(count).expect("two sides at least");
         if count(&best) == 0 {
             let first = catalog.tensors.keys().next().map_or("nothing", String::as_str);
             return Err(format!(
@@ -121,6 +148,49 @@ impl NameMap {
             ));
         }
         Ok(best.clone())
+    }
+
+    fn is_count(&self, catalog: &Catalog, from: &str, taken: &Taken) -> bool {
+        taken.state.is_some()
+            && taken.state == self.sides[from].count
+            && catalog.tensors[&taken.name].shape.is_empty()
+    }
+
+    /// The count of steps, for every parameter that has a state.
+    fn write_counts(
+        &self,
+        count: &str,
+        steps: u64,
+        naming: &Naming,
+        made: &BTreeMap<String, Made>,
+        renamed: &mut Catalog,
+    ) {
+        let Some(pattern) = self.sides[&naming.to].states.first() else { return };
+        let stateful: BTreeSet<&String> =
+            made.values().filter(|m| m.state.is_some()).map(|m| &m.parameter).collect();
+        for parameter in stateful {
+            let name = pattern.replace("{name}", parameter).replace("{state}", count);
+            let value = Some((steps as f32).to_le_bytes().to_vec());
+            let tensor = Tensor { element: Element::F32, shape: vec![], boxes: vec![], value };
+            renamed.tensors.insert(name, tensor);
+        }
+    }
+
+    /// Whether a name of a side means nothing to others, is another tensor again, or is to be left out.
+    pub(super) fn ignored<'a>(
+        &'a self,
+        catalog: &Catalog,
+        from: &'a str,
+        naming: &'a Naming,
+    ) -> impl Fn(&str) -> bool + use<'a> {
+        let said =
+            catalog.config.as_ref().and_then(|c| c.get("tie_word_embeddings")).and_then(|t| t.as_bool());
+        let is_tied = said.unwrap_or(true);
+        move |name: &str| {
+            let tied = self.sides[from].tied.iter().filter(|_| is_tied);
+            let mut patterns = self.sides[from].ignore.iter().chain(tied).chain(&naming.leave_out);
+            patterns.any(|pattern| glob(pattern, name))
+        }
     }
 
     /// Every tensor by its rule; what no rule names is refused.
@@ -132,9 +202,7 @@ impl NameMap {
     ) -> Result<(Vec<Taken>, Vec<String>), String> {
         let finder = Finder::new(self, from);
         let (mut taken, mut left_out) = (Vec::new(), Vec::new());
-        let ignored = |name: &str| {
-            self.sides[from].ignore.iter().chain(&naming.leave_out).any(|pattern| glob(pattern, name))
-        };
+        let ignored = self.ignored(catalog, from, naming);
         for name in catalog.tensors.keys() {
             match finder.find(name) {
                 _ if ignored(name) => left_out.push(name.clone()),
@@ -188,6 +256,40 @@ impl NameMap {
     }
 }
 
+/// The number that all counts are.
+fn steps_of(catalog: &Catalog, counts: &[Taken]) -> Result<u64, CountError> {
+    let mut reader = Reader::new(catalog, 64);
+    let mut first: Option<(u64, &str)> = None;
+    for taken in counts {
+        let steps = reader.count(&taken.name).map_err(CountError::Read)?;
+        let Some(steps) = steps else {
+            return Err(CountError::Value(format!("`{}` is no number of steps", taken.name)));
+        };
+        let (other, name) = *first.get_or_insert((steps, &taken.name));
+        if other != steps {
+            return Err(CountError::Value(format!(
+                "`{}` is {steps}, and `{name}` is {other}: ours and Megatron's optimizers have one count for all parameters\nhint: leave them out",
+                taken.name
+            )));
+        }
+    }
+    Ok(first.map_or(0, |(steps, _)| steps))
+}
+
+enum CountError {
+    Read(CheckpointError),
+    Value(String),
+}
+
+impl CountError {
+    fn or(self, wrong: impl FnOnce(String) -> CheckpointError) -> CheckpointError {
+        match self {
+            CountError::Read(error) => error,
+            CountError::Value(what) => wrong(what),
+        }
+    }
+}
+
 /// All numbers that holes can have, in order.
 fn all_holes<'a>(axes: impl Iterator<Item = &'a String>, sizes: &Sizes) -> Vec<Holes> {
     let mut all = vec![Holes::new()];
@@ -206,21 +308,23 @@ fn all_holes<'a>(axes: impl Iterator<Item = &'a String>, sizes: &Sizes) -> Vec<H
 }
 
 /// Finds the rule of a name, without looking at all of them: by its words without numbers.
-struct Finder<'a> {
+pub(super) struct Finder<'a> {
     by_shape: BTreeMap<String, (usize, usize, Template)>,
     states: Vec<(&'a str, &'a str, bool)>,
 }
 
-type Found = (usize, usize, Holes, Option<String>);
+pub(super) type Found = (usize, usize, Holes, Option<String>);
 
 impl<'a> Finder<'a> {
-    fn new(map: &'a NameMap, side: &str) -> Self {
+    pub fn new(map: &'a NameMap, side: &str) -> Self {
         let mut by_shape = BTreeMap::new();
         for (r, rule) in map.rules.iter().enumerate() {
             for (t, term) in rule.terms[side].iter().enumerate() {
                 let other = rule.other.get(side).into_iter().flat_map(|o| o.values());
                 for name in std::iter::once(&term.name).chain(other) {
-                    for prefix in &map.sides[side].prefixes {
+                    let bare = [String::new()];
+                    let is_bare = rule.bare.iter().any(|b| b == side);
+                    for prefix in if is_bare { &bare[..] } else { &map.sides[side].prefixes[..] } {
                         let template = name.with_prefix(prefix);
                         by_shape.entry(template.shape()).or_insert((r, t, template));
                     }
@@ -237,7 +341,7 @@ impl<'a> Finder<'a> {
         Self { by_shape, states: map.sides[side].states.iter().filter_map(cut).collect() }
     }
 
-    fn find(&self, name: &str) -> Option<Found> {
+    pub fn find(&self, name: &str) -> Option<Found> {
         if let Some((rule, term, holes)) = self.parameter(name) {
             return Some((rule, term, holes, None));
         }
@@ -252,7 +356,7 @@ impl<'a> Finder<'a> {
         })
     }
 
-    fn parameter(&self, name: &str) -> Option<(usize, usize, Holes)> {
+    pub fn parameter(&self, name: &str) -> Option<(usize, usize, Holes)> {
         let words: Vec<&str> = name.split('.').collect();
         // A number of a name is a hole of its template; few names have other numbers, and those have all tried.
         let shape: Vec<&str> = words
@@ -327,9 +431,9 @@ impl Step<'_> {
         let free = target.name.holes().iter().filter(|axis| !taken.holes.contains_key(*axis));
         for mut holes in all_holes(free, self.sizes) {
             holes.extend(target.name.holes().iter().filter_map(|a| Some((a.clone(), *taken.holes.get(a)?))));
-            let name = self.target_name(target, taken, &holes);
+            let (parameter, name) = self.target_name(target, taken, &holes);
             let shape = shape_of(target, self.sizes);
-            let made_of = || Tensor { element: tensor.element, shape, boxes: vec![] };
+            let made_of = || Tensor { element: tensor.element, shape, boxes: vec![], value: None };
             let element = out.entry(name.clone()).or_insert_with(made_of).element;
             if element != tensor.element {
                 let other = tensor.element;
@@ -338,16 +442,23 @@ impl Step<'_> {
                     taken.name
                 ));
             }
-            made.entry(name).or_insert(Made { rule: self.rule, term: number, holes });
+            let state = taken.state.clone();
+            made.entry(name).or_insert(Made { rule: self.rule, term: number, holes, parameter, state });
         }
         Ok(())
     }
 
-    fn target_name(&self, target: &Term, taken: &Taken, holes: &Holes) -> String {
+    /// Of the parameter, and of the tensor.
+    fn target_name(&self, target: &Term, taken: &Taken, holes: &Holes) -> (String, String) {
         let side = &self.map.sides[&self.naming.to];
         let spellings = self.the_rule().other.get(&self.naming.to);
         let spelling = self.naming.spelling.as_ref().and_then(|s| spellings?.get(s));
-        let name = format!("{}{}", side.prefixes[0], spelling.unwrap_or(&target.name).fill(holes));
+        let prefix = if self.the_rule().bare.contains(&self.naming.to) { "" } else { &side.prefixes[0] };
+        let name = format!("{prefix}{}", spelling.unwrap_or(&target.name).fill(holes));
+        (name.clone(), self.with_state(taken, side, name))
+    }
+
+    fn with_state(&self, taken: &Taken, side: &Side, name: String) -> String {
         match (&taken.state, side.states.first()) {
             (Some(state), Some(pattern)) => pattern.replace("{name}", &name).replace("{state}", state),
             (Some(state), None) => format!("{name}.{state}"),
@@ -453,7 +564,7 @@ impl Step<'_> {
         let dims = target.dims.iter().map(|axes| merge(&self.factors(axes, part, &logical)));
         let dims: Vec<_> = dims.collect();
         for (holes, offset) in todo {
-            let name = self.target_name(target, taken, &holes);
+            let (_, name) = self.target_name(target, taken, &holes);
             let tensor = out.get_mut(&name).ok_or_else(|| format!("`{name}` was not announced"))?;
             let mut boxes = vec![(offset, vec![], vec![])];
             for flats in &dims {

@@ -38,6 +38,13 @@ impl NameMap {
         if parallel.tp == 0 || parallel.pp == 0 || parallel.ep == 0 {
             return Err(CheckpointError::target("tp, pp and ep are 1 at least"));
         }
+        let Parallel { tp, pp, ep } = parallel;
+        if [pp, ep].into_iter().try_fold(tp, u32::checked_mul).is_none() {
+            return Err(CheckpointError::target(format!(
+                "tp {tp} x pp {pp} x ep {ep} are more than {} ranks",
+                u32::MAX
+            )));
+        }
         let mut cuts = BTreeMap::new();
         for (name, made) in &renamed.made {
             let rule = &self.rules[made.rule];
@@ -90,9 +97,9 @@ fn chunks(axis: Option<&str>, count: u32, sizes: &Sizes) -> Ranges {
     let Some(axis) = axis else { return vec![(0, None)] };
     let (len, count) = (sizes[axis], u64::from(count));
     let step = len.div_ceil(count).max(1);
-    let range = |i: u64| Span::new((i * step).min(len), ((i + 1) * step).min(len));
-    let all: Ranges =
-        (0..count).map(|i| (i, Some(range(i)))).filter(|(_, r)| r.is_some_and(|r| !r.is_empty())).collect();
+    let range = |i: u64| Span::new(i * step, ((i + 1) * step).min(len));
+    // Ranks behind the last element have nothing.
+    let all: Ranges = (0..len.div_ceil(step)).map(|i| (i, Some(range(i)))).collect();
     if all.is_empty() { vec![(0, None)] } else { all }
 }
 

@@ -11,6 +11,8 @@
 
 mod apply;
 mod cut;
+mod extends;
+mod fit;
 mod notation;
 mod sizes;
 mod view;
@@ -23,12 +25,17 @@ use serde::Deserialize;
 use crate::error::CheckpointError;
 use notation::{Template, Term};
 
-pub use apply::{Naming, Renamed};
+pub use apply::{Naming, OURS, Renamed};
 pub use cut::Parallel;
 
+pub(crate) use fit::Fit;
 pub(crate) use notation::glob;
 
 const SCHEMA: &str = "crossmesh.names/1";
+/// Megatron's layers without Transformer Engine. Families whose names do not depend on that have no other names for it.
+const LOCAL: &str = "local";
+/// Ours have a few KiB.
+const MAX_MAP_BYTES: u64 = 16 << 20;
 
 /// The maps that come along.
 const BUILT_IN: [(&str, &str); 5] = [
@@ -68,6 +75,12 @@ struct Side {
     states: Vec<String>,
     /// Names with `*` that mean nothing to others.
     ignore: Vec<String>,
+    /// Names of what is another tensor again, unless config.json's `tie_word_embeddings` is false.
+    tied: Vec<String>,
+    /// The state of a parameter that is one number, and the same for all of them: the optimizer's count of steps.
+    count: Option<String>,
+    /// Another side, whose names it has where a tensor says nothing else, and whose manner where it says nothing of its own.
+    like: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -90,6 +103,9 @@ struct RuleText {
     stage: Stage,
     #[serde(default)]
     optional: bool,
+    /// Sides whose prefixes do not stand before it.
+    #[serde(default)]
+    bare: Vec<String>,
     /// By side, then by spelling.
     #[serde(default, rename = "or")]
     other: BTreeMap<String, BTreeMap<String, String>>,
@@ -116,12 +132,18 @@ struct Rule {
     ep: Option<String>,
     stage: Stage,
     optional: bool,
+    bare: Vec<String>,
 }
 
 impl NameMap {
     /// The families whose maps come along.
     pub fn families() -> impl Iterator<Item = &'static str> {
         BUILT_IN.iter().map(|(name, _)| *name)
+    }
+
+    /// The text of one that comes along: what a map of one's own may begin with.
+    pub fn text(family: &str) -> Option<&'static str> {
+        BUILT_IN.iter().find(|(name, _)| *name == family).map(|(_, text)| *text)
     }
 
     /// One that comes along, by family or by `model_type` of a config.json.
@@ -144,7 +166,8 @@ impl NameMap {
     pub fn find(name: &str) -> Result<Self, CheckpointError> {
         let path = Path::new(name);
         if path.extension().is_some_and(|e| e == "toml") {
-            let text = std::fs::read_to_string(path).map_err(CheckpointError::io("read", path))?;
+            let text = String::from_utf8(crate::open::read_bytes(path, MAX_MAP_BYTES)?)
+                .map_err(|e| CheckpointError::damaged(path, format!("it is no text: {e}")))?;
             return Self::parse(&text, name);
         }
         Self::built_in(name)
@@ -153,7 +176,7 @@ impl NameMap {
     /// Reads a map and refuses one that does not make sense.
     pub fn parse(text: &str, name: &str) -> Result<Self, CheckpointError> {
         let wrong = |what: String| CheckpointError::Map { map: name.into(), what };
-        let document: Document = toml::from_str(text).map_err(|e| wrong(e.to_string()))?;
+        let document: Document = extends::read(text).map_err(wrong)?;
         if document.schema != SCHEMA {
             return Err(wrong(format!(
                 "its schema is `{}`; `{SCHEMA}` is what is read here",
@@ -164,6 +187,7 @@ impl NameMap {
             return Err(wrong("it has fewer than two sides".into()));
         }
         let mut sides = document.sides;
+        inherit(&mut sides).map_err(wrong)?;
         sides.values_mut().filter(|s| s.prefixes.is_empty()).for_each(|s| s.prefixes.push(String::new()));
         let rules = document.tensor.into_iter().map(|rule| Rule::new(rule, &sides, &document.axes));
         let rules = rules.collect::<Result<Vec<_>, String>>().map_err(wrong)?;
@@ -182,6 +206,23 @@ impl NameMap {
         self.sides.keys().map(String::as_str)
     }
 
+    /// What names of a tensor may be chosen by, where it has several.
+    pub fn spellings(&self) -> BTreeSet<&str> {
+        let of_rules = self.rules.iter().flat_map(|r| r.other.values()).flat_map(BTreeMap::keys);
+        of_rules.map(String::as_str).chain([LOCAL]).collect()
+    }
+
+    fn knows_spelling(&self, naming: &Naming) -> Result<(), String> {
+        let known = self.spellings();
+        match naming.spelling.as_deref().filter(|spelling| !known.contains(spelling)) {
+            None => Ok(()),
+            Some(unknown) => {
+                let known = known.into_iter().collect::<Vec<_>>().join(", ");
+                Err(format!("it has no spelling `{unknown}`\nhint: one of {known}"))
+            }
+        }
+    }
+
     fn each_name_once(&self) -> Result<(), String> {
         for side in self.sides.keys() {
             let mut seen = BTreeSet::new();
@@ -198,13 +239,60 @@ impl NameMap {
     }
 }
 
+/// Sides that are like another have its manner where they say nothing of their own.
+fn inherit(sides: &mut BTreeMap<String, Side>) -> Result<(), String> {
+    let all = sides.clone();
+    for (name, side) in sides {
+        let Some(like) = &side.like else { continue };
+        let Some(other) = all.get(like).filter(|other| other.like.is_none()) else {
+            return Err(format!(
+                "the side {name} is like `{like}`, which is no side, or like another itself"
+            ));
+        };
+        for (own, theirs) in [
+            (&mut side.prefixes, &other.prefixes),
+            (&mut side.states, &other.states),
+            (&mut side.ignore, &other.ignore),
+            (&mut side.tied, &other.tied),
+        ] {
+            if own.is_empty() {
+                own.clone_from(theirs);
+            }
+        }
+        side.count = side.count.take().or_else(|| other.count.clone());
+    }
+    Ok(())
+}
+
+impl RuleText {
+    /// What a side that is like another has of it.
+    fn inherit(&mut self, sides: &BTreeMap<String, Side>) {
+        for (name, side) in sides {
+            let Some(like) = &side.like else { continue };
+            if self.sides.contains_key(name) {
+                continue;
+            }
+            if let Some(terms) = self.sides.get(like).cloned() {
+                self.sides.insert(name.clone(), terms);
+            }
+            if let Some(other) = self.other.get(like).cloned() {
+                self.other.insert(name.clone(), other);
+            }
+            if self.bare.contains(like) {
+                self.bare.push(name.clone());
+            }
+        }
+    }
+}
+
 impl Rule {
     fn new(
-        text: RuleText,
+        mut text: RuleText,
         sides: &BTreeMap<String, Side>,
         axes: &BTreeMap<String, Vec<Size>>,
     ) -> Result<Self, String> {
         let mut terms: BTreeMap<String, Vec<Term>> = BTreeMap::new();
+        text.inherit(sides);
         for (side, list) in &text.sides {
             if !sides.contains_key(side) {
                 return Err(format!("a tensor has the key `{side}`, which is no side and nothing else"));
@@ -224,8 +312,11 @@ impl Rule {
             let parse = |(k, v): (String, String)| Ok::<_, String>((k, Template::parse(&v)?));
             other.insert(side, spellings.into_iter().map(parse).collect::<Result<_, _>>()?);
         }
-        let rule =
-            Self { terms, other, tp: text.tp, ep: text.ep, stage: text.stage, optional: text.optional };
+        if let Some(side) = text.bare.iter().find(|side| !sides.contains_key(*side)) {
+            return Err(format!("`{first}`: it is bare in `{side}`, which is no side"));
+        }
+        let RuleText { tp, ep, stage, optional, bare, .. } = text;
+        let rule = Self { terms, other, tp, ep, stage, optional, bare };
         rule.checked(&first, axes)?;
         Ok(rule)
     }

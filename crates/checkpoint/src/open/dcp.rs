@@ -13,7 +13,7 @@ use crossmesh_core::region::Region;
 
 use super::hf::box_at;
 use crate::catalog::{
-    Catalog, Format, Object, PathStep, Problem, ProblemKind, StoredBox, Tensor, checked_bytes, is_inside,
+    Catalog, Format, Object, PathStep, ProblemKind, StoredBox, Tensor, checked_bytes, is_inside,
 };
 use crate::element::Element;
 use crate::error::CheckpointError;
@@ -21,8 +21,8 @@ use crate::pickle::{Id, Pickle, PickleError};
 use crate::zip;
 
 pub(crate) const METADATA: &str = ".metadata";
-/// 100,000 tensors of 64 boxes take about 600 MB.
-const MAX_METADATA_BYTES: u64 = 1 << 30;
+/// So many boxes may be missing and are named.
+const MAX_MISSING: usize = 100_000;
 
 /// All that `.metadata` may name.
 fn of_metadata(module: &str, name: &str) -> bool {
@@ -56,11 +56,22 @@ fn of_metadata(module: &str, name: &str) -> bool {
     }
 }
 
-pub fn open(folder: &Path, format: Format) -> Result<Catalog, CheckpointError> {
+/// Opens it with no more memory than `max_memory`: of that, the file itself is a part, and what is left is for what its pickle describes
+/// and, a quarter, for the catalog that is made of it.
+pub fn open(folder: &Path, format: Format, max_memory: u64) -> Result<Catalog, CheckpointError> {
     let path = folder.join(METADATA);
-    let bytes = super::read_bytes(&path, MAX_METADATA_BYTES)?;
-    let pickle = Pickle::read(&bytes, of_metadata).map_err(|e| match e {
+    let too_large = || {
+        let what = format!(
+            "to read it takes more than the {max_memory} bytes of memory that there may be\nhint: allow more, if it is a checkpoint of so many boxes"
+        );
+        CheckpointError::damaged(&path, what)
+    };
+    let len = std::fs::metadata(&path).map_or(0, |meta| meta.len());
+    let left = max_memory.checked_sub(len).ok_or_else(too_large)?;
+    let bytes = super::read_bytes(&path, max_memory)?;
+    let pickle = Pickle::read(&bytes, left - left / 4, of_metadata).map_err(|e| match e {
         PickleError::Global(global) => CheckpointError::Global { path: path.clone(), global },
+        PickleError::Memory(_) => too_large(),
         other => CheckpointError::damaged(&path, other.to_string()),
     })?;
     let mut reader = Reader { catalog: Catalog::empty(format, folder), path: &path, pickle: &pickle };
@@ -164,6 +175,14 @@ impl<'a> Reader<'a> {
         let entries =
             pickle.dict(entries).ok_or_else(|| self.damaged("its state_dict_metadata is no dict"))?;
         let mut open = OpenFiles::default();
+        // One list may be the boxes of many tensors: no more are looked at than lie in files, and some that may be missing.
+        let stored: usize = items.values().map(BTreeMap::len).sum();
+        let boxes = |&(_, value): &(Id, Id)| pickle.list(pickle.attribute(value, "chunks")?).map(<[Id]>::len);
+        if entries.iter().filter_map(boxes).sum::<usize>() > 2 * stored + MAX_MISSING {
+            return Err(
+                self.damaged(format!("it speaks of many more boxes than the {stored} that lie in files"))
+            );
+        }
         for &(key, value) in entries {
             let name = pickle.str(key).ok_or_else(|| self.damaged("a name is no string"))?;
             let places = items.remove(name).unwrap_or_default();
@@ -189,8 +208,14 @@ impl<'a> Reader<'a> {
                 (Some(key), _) => Some(PathStep::Key(key.into())),
                 (_, index) => Some(PathStep::Index(index?.try_into().ok()?)),
             };
-            let path = pickle.list(value).and_then(|list| list.iter().map(step).collect::<Option<Vec<_>>>());
-            if let (Some(name), Some(path)) = (pickle.str(key), path) {
+            let Some(name) = pickle.str(key) else { continue };
+            // A name is its keys and what stands between them: what is longer is something else, which may be shared by many.
+            let letters =
+                |list: &[Id]| list.iter().map(|&id| 1 + pickle.str(id).map_or(0, str::len)).sum::<usize>();
+            let list = pickle
+                .list(value)
+                .filter(|list| list.len() <= name.len() + 1 && letters(list) <= 2 * name.len() + 2);
+            if let Some(path) = list.and_then(|list| list.iter().map(step).collect::<Option<Vec<_>>>()) {
                 self.catalog.paths.insert(name.into(), path);
             }
         }
@@ -257,7 +282,7 @@ impl<'a> Reader<'a> {
             );
             self.catalog.notice(ProblemKind::Outside, what);
         }
-        self.catalog.tensors.insert(name.into(), Tensor { element, shape, boxes });
+        self.catalog.tensors.insert(name.into(), Tensor { element, shape, boxes, value: None });
         Ok(())
     }
 
@@ -268,7 +293,7 @@ impl<'a> Reader<'a> {
             let end = item.offset + item.bytes;
             let what =
                 format!("`{name}`: box {region} ends at byte {end} of {}, which has {have}", file.name);
-            self.catalog.noticed.push(Problem { kind: ProblemKind::ShortFile, what });
+            self.catalog.notice(ProblemKind::ShortFile, what);
         }
     }
 

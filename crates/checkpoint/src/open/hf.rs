@@ -87,7 +87,15 @@ impl Reader {
         if self.catalog.files[file as usize].bytes.is_none() {
             return Ok(());
         }
-        let (header, _) = Header::read(&path)?;
+        let header = Header::read(&path)?;
+        let (end, there) = (header.end(), self.catalog.files[file as usize].bytes.unwrap_or(0));
+        if there > end {
+            let what = format!(
+                "{name}: {} bytes behind the last tensor, for which safetensors refuses it",
+                there - end
+            );
+            self.catalog.notice(ProblemKind::Stray, what);
+        }
         let damaged = |what: String| CheckpointError::damaged(&path, what);
         let json = |key: &str| header.metadata.get(key);
         let sharding: Option<BTreeMap<String, Sharding>> = match json(SHARDING_KEY) {
@@ -101,7 +109,8 @@ impl Reader {
                 serde_json::from_str(text).map_err(|e| damaged(format!("its {SHAPES_KEY}: {e}")))?;
             self.shapes.extend(shapes);
         }
-        for (key, (element, entry)) in &header.entries {
+        for (key, entry) in &header.entries {
+            let element = &entry.element;
             let starts = match &sharding {
                 Some(info) => {
                     self.catalog.format = Format::DcpHf;
@@ -115,7 +124,7 @@ impl Reader {
                 .ok_or_else(|| damaged(format!("`{key}` begins at {starts:?}, outside of every tensor")))?;
             let end: Vec<u64> = region.spans().iter().map(|s| s.end).collect();
             let stored = StoredBox::packed(region, file, header.start + entry.data_offsets[0], *element);
-            let empty = Tensor { element: *element, shape: end.clone(), boxes: vec![] };
+            let empty = Tensor { element: *element, shape: end.clone(), boxes: vec![], value: None };
             let tensor = self.catalog.tensors.entry(key.clone()).or_insert(empty);
             if tensor.element != *element || tensor.shape.len() != end.len() {
                 let what = format!(

@@ -1,109 +1,70 @@
 //! What `crossmesh train` writes: a manifest and a safetensors file for every rank (docs/checkpoint-format.md).
+//!
+//! Headers only, as of all formats; the hashes of files are compared by those who read numbers.
 
 use std::collections::HashMap;
 use std::path::Path;
 
-use crossmesh_core::region::{Region, Span};
-use serde::Deserialize;
-
 use crate::catalog::{Catalog, Format, ProblemKind, StoredBox, Tensor, checked_bytes, is_inside};
+use crate::element::Element;
 use crate::error::CheckpointError;
+use crate::manifest::{MANIFEST, Manifest, key_of};
+use crate::model::config_of;
 use crate::safetensors::Header;
 
-/// What stands between the document and its hash.
-const SEAL: &str = ",\n  \"blake3\": \"";
-const SCHEMA: &str = "crossmesh.checkpoint/1";
-/// The state of a tensor that is the parameter itself.
-const VALUE: &str = "value";
-
-#[derive(Deserialize)]
-struct Manifest {
-    schema: String,
-    dtype: String,
-    files: Vec<FileEntry>,
-    tensors: Vec<TensorEntry>,
-}
-
-#[derive(Deserialize)]
-struct FileEntry {
-    name: String,
-    bytes: u64,
-}
-
-#[derive(Deserialize)]
-struct TensorEntry {
-    name: String,
-    state: String,
-    shape: Vec<u64>,
-    boxes: Vec<BoxEntry>,
-}
-
-#[derive(Deserialize)]
-struct BoxEntry {
-    file: usize,
-    key: String,
-    at: u64,
-    #[serde(rename = "box")]
-    spans: Vec<[u64; 2]>,
-}
-
 pub fn open(folder: &Path) -> Result<Catalog, CheckpointError> {
-    let path = folder.join(super::MANIFEST);
+    let path = folder.join(MANIFEST);
     let damaged = |what: String| CheckpointError::damaged(&path, what);
     let bytes = super::read_bytes(&path, super::MAX_EXTRA_BYTES)?;
-    let text = std::str::from_utf8(&bytes).map_err(|_| damaged("it is not UTF-8".into()))?;
-    let manifest: Manifest =
-        serde_json::from_str(text).map_err(|e| damaged(format!("it is no manifest: {e}")))?;
-    if manifest.schema != SCHEMA {
-        return Err(damaged(format!("its schema is `{}`; `{SCHEMA}` is what is read here", manifest.schema)));
-    }
-    let sealed = text.rsplit_once(SEAL).and_then(|(body, hash)| Some((body, hash.strip_suffix("\"\n}\n")?)));
-    let differs = |(body, hash): (&str, &str)| blake3::hash(body.as_bytes()).to_hex().as_str() != hash;
-    if sealed.is_none_or(differs) {
-        return Err(damaged("it is not what was written: its hash differs".into()));
-    }
-    let element = manifest.dtype.parse().map_err(|()| damaged(format!("its dtype is {}", manifest.dtype)))?;
+    let text = std::str::from_utf8(&bytes).map_err(|_| damaged("it is no text".into()))?;
+    let manifest = Manifest::parse(text, &path)?;
+    let element = Element::Of(manifest.dtype());
     let mut catalog = Catalog::empty(Format::Crossmesh, folder);
     let headers = files(&mut catalog, &manifest, &path)?;
     for entry in &manifest.tensors {
-        let name =
-            if entry.state == VALUE { entry.name.clone() } else { format!("{}/{}", entry.name, entry.state) };
+        let name = key_of(&entry.name, &entry.state);
         if checked_bytes(&entry.shape, element).is_none() {
             return Err(damaged(format!("`{name}`: {:?} is larger than can be", entry.shape)));
         }
         let mut boxes = Vec::new();
         for stored in &entry.boxes {
-            let header =
-                headers.get(stored.file).ok_or_else(|| damaged(format!("`{name}`: no such file")))?;
-            let Some((_, key)) = header.entries.get(&stored.key) else {
-                let what =
-                    format!("`{name}`: no key `{}` in {}", stored.key, manifest.files[stored.file].name);
+            // That a file is missing was said once.
+            let Some(header) = &headers[stored.file] else { continue };
+            let region = stored.region().expect("the manifest was checked");
+            let Some(key) = header.entries.get(&stored.key).filter(|key| key.element == element) else {
+                let file = &manifest.files[stored.file].name;
+                let what = format!("`{name}`: no {element} under the key `{}` of {file}", stored.key);
                 catalog.notice(ProblemKind::MissingTensor, what);
                 continue;
             };
-            let region =
-                region(&stored.spans).ok_or_else(|| damaged(format!("`{name}`: {:?}", stored.spans)))?;
-            let at = stored
-                .at
-                .checked_mul(element.bytes())
-                .and_then(|at| at.checked_add(header.start + key.data_offsets[0]));
-            let offset = at.ok_or_else(|| damaged(format!("`{name}`: it lies behind everything")))?;
+            let range = header.range(key);
+            let start = stored.at.checked_mul(element.bytes()).and_then(|at| at.checked_add(range.start));
+            let bytes = region.volume() * element.bytes();
+            let inside = |start: &u64| start.checked_add(bytes).is_some_and(|end| end <= range.end);
+            let Some(offset) = start.filter(inside) else {
+                let what = format!("`{name}`: {region} lies behind the end of the key `{}`", stored.key);
+                catalog.notice(ProblemKind::Outside, what);
+                continue;
+            };
             boxes.push(StoredBox::packed(region, stored.file as u32, offset, element));
         }
-        let tensor = Tensor { element, shape: entry.shape.clone(), boxes };
+        let tensor = Tensor { element, shape: entry.shape.clone(), boxes, value: None };
         if catalog.tensors.insert(name.clone(), tensor).is_some() {
             catalog.notice(ProblemKind::Twice, format!("`{name}`: it is there twice"));
         }
     }
+    catalog.optimizer_steps = manifest.facts.optimizer.as_ref().map(|o| o.steps);
+    catalog.config = config_of(&manifest.facts.model, element, None);
+    catalog.facts = Some(manifest.facts);
     Ok(catalog)
 }
 
-fn region(spans: &[[u64; 2]]) -> Option<Region> {
-    let span = |&[start, end]: &[u64; 2]| (start <= end).then(|| Span::new(start, end));
-    Some(Region::new(spans.iter().map(span).collect::<Option<Vec<_>>>()?))
-}
-
-fn files(catalog: &mut Catalog, manifest: &Manifest, path: &Path) -> Result<Vec<Header>, CheckpointError> {
+/// The headers of all files; none of one that is missing.
+fn files(
+    catalog: &mut Catalog,
+    manifest: &Manifest,
+    path: &Path,
+) -> Result<Vec<Option<Header>>, CheckpointError> {
     let mut headers = Vec::new();
     let mut seen: HashMap<&str, ()> = HashMap::new();
     for entry in &manifest.files {
@@ -114,16 +75,16 @@ fn files(catalog: &mut Catalog, manifest: &Manifest, path: &Path) -> Result<Vec<
             ));
         }
         let file = catalog.add_file(&entry.name);
+        catalog.files[file as usize].blake3 = Some(entry.blake3.clone());
         let have = catalog.files[file as usize].bytes;
         if let Some(bytes) = have.filter(|bytes| *bytes != entry.bytes) {
             let what = format!("{}: it has {bytes} bytes, and {} were written", entry.name, entry.bytes);
             catalog.notice(ProblemKind::ShortFile, what);
         }
-        let header = match have {
-            Some(_) => Header::read(&catalog.path(file))?.0,
-            None => Header::default(),
-        };
-        headers.push(header);
+        headers.push(match have {
+            Some(_) => Some(Header::read(&catalog.path(file))?),
+            None => None,
+        });
     }
     Ok(headers)
 }

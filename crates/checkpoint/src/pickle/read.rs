@@ -5,6 +5,11 @@
 
 use std::collections::HashMap;
 
+use crate::catalog::MAX_DIMS;
+
+/// One list may be that of many objects: what is looked through for each of them is short.
+const MAX_ATTRIBUTES: usize = 64;
+
 /// A node of a pickle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Id(u32);
@@ -46,6 +51,8 @@ pub enum PickleError {
     Opcode { at: usize, opcode: u8 },
     #[error("its pickle names `{0}`")]
     Global(String),
+    #[error("what its pickle describes takes more than {0} bytes of memory")]
+    Memory(u64),
 }
 
 /// A pickle that was read.
@@ -56,11 +63,17 @@ pub struct Pickle<'a> {
 }
 
 impl<'a> Pickle<'a> {
-    /// Reads a pickle, refusing every global that `allowed` does not know.
-    pub fn read(bytes: &'a [u8], allowed: impl Fn(&str, &str) -> bool) -> Result<Self, PickleError> {
+    /// Reads a pickle, refusing every global that `allowed` does not know, and one whose nodes take more than `max_memory`.
+    pub fn read(
+        bytes: &'a [u8],
+        max_memory: u64,
+        allowed: impl Fn(&str, &str) -> bool,
+    ) -> Result<Self, PickleError> {
         let mut machine = Machine {
             bytes,
             at: 0,
+            memory: 0,
+            max_memory,
             nodes: Vec::new(),
             stack: Vec::new(),
             marks: Vec::new(),
@@ -140,9 +153,11 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// An attribute of an object whose state is a dict.
+    /// An attribute of an object whose state is a dict, of which objects that are described here have a few.
     pub fn attribute(&self, id: Id, name: &str) -> Option<Id> {
-        self.get(self.state(id)?, name)
+        let state = self.state(id)?;
+        self.dict(state).filter(|entries| entries.len() <= MAX_ATTRIBUTES)?;
+        self.get(state, name)
     }
 
     /// Lengths and offsets: a tuple or a list, or `torch.Size` of one. None for what is negative.
@@ -151,13 +166,17 @@ impl<'a> Pickle<'a> {
             Some(("torch", "Size")) => *self.args(id)?.first()?,
             _ => id,
         };
-        self.list(list)?.iter().map(|&n| self.int(n)?.try_into().ok()).collect()
+        let list = self.list(list).filter(|list| list.len() <= MAX_DIMS)?;
+        list.iter().map(|&n| self.int(n)?.try_into().ok()).collect()
     }
 }
 
 struct Machine<'a, 'f> {
     bytes: &'a [u8],
     at: usize,
+    /// Of all that was made so far.
+    memory: u64,
+    max_memory: u64,
     nodes: Vec<Node<'a>>,
     stack: Vec<Id>,
     /// Heights of the stack.
@@ -167,6 +186,14 @@ struct Machine<'a, 'f> {
 }
 
 type Step<T> = Result<T, PickleError>;
+
+/// What a node takes in the list of them.
+const NODE_BYTES: u64 = size_of::<Node<'_>>() as u64;
+/// What a place of the stack takes, and then one in a tuple, a list or a dict: with what an allocation of few of them costs.
+const PLACE_BYTES: u64 = 16;
+const MARK_BYTES: u64 = size_of::<usize>() as u64;
+/// An entry of the memo, whose table may be half empty.
+const MEMO_BYTES: u64 = 24;
 
 impl<'a> Machine<'a, '_> {
     fn run(&mut self) -> Step<Id> {
@@ -179,17 +206,23 @@ impl<'a> Machine<'a, '_> {
                 0x95 => drop(self.take(8)?),
                 _ => self.step(opcode, at)?,
             }
+            if self.memory > self.max_memory {
+                return Err(PickleError::Memory(self.max_memory));
+            }
         }
     }
 
     fn step(&mut self, opcode: u8, at: usize) -> Step<()> {
         match opcode {
-            b'(' => self.marks.push(self.stack.len()),
+            b'(' => {
+                self.memory += MARK_BYTES;
+                self.marks.push(self.stack.len());
+            }
             b'0' => drop(self.pop()?),
             b'1' => drop(self.marked()?),
             b'2' => {
                 let top = self.top()?;
-                self.stack.push(top);
+                self.place(top);
             }
             b'N' => self.push(Node::None),
             0x88 => self.push(Node::Bool(true)),
@@ -330,13 +363,14 @@ impl<'a> Machine<'a, '_> {
     fn remembered(&mut self, opcode: u8) -> Step<()> {
         let index = self.index(opcode)?;
         let id = *self.memo.get(&index).ok_or_else(|| self.wrong("it recalls what was not remembered"))?;
-        self.stack.push(id);
+        self.place(id);
         Ok(())
     }
 
     fn remember(&mut self, opcode: u8) -> Step<()> {
         let index = if opcode == 0x94 { self.memo.len() as u32 } else { self.index(opcode)? };
         let top = self.top()?;
+        self.memory += MEMO_BYTES;
         self.memo.insert(index, top);
         Ok(())
     }
@@ -388,8 +422,14 @@ impl<'a> Machine<'a, '_> {
 
     fn push(&mut self, node: Node<'a>) {
         // One byte of input makes one node at most, and inputs are files of less than 4 GiB.
-        self.stack.push(Id(self.nodes.len() as u32));
+        self.memory += NODE_BYTES;
+        self.place(Id(self.nodes.len() as u32));
         self.nodes.push(node);
+    }
+
+    fn place(&mut self, id: Id) {
+        self.memory += PLACE_BYTES;
+        self.stack.push(id);
     }
 
     fn floor(&self) -> usize {
@@ -441,7 +481,7 @@ mod tests {
     use super::*;
 
     fn read(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
-        Pickle::read(bytes, |module, _| module == "torch")
+        Pickle::read(bytes, 1 << 20, |module, _| module == "torch")
     }
 
     #[test]
@@ -460,6 +500,16 @@ mod tests {
         }
         bytes.push(b'.');
         assert_eq!(read(&bytes).unwrap().nodes.len(), 201);
+    }
+
+    #[test]
+    fn what_takes_more_memory_than_there_may_be_is_refused() {
+        // A byte for a node, a mark, a place of the stack, an entry of the memo.
+        for (start, opcode) in [("", b'N'), ("", b']'), ("", b'('), ("N", b'2'), ("N", 0x94)] {
+            let mut bytes = start.as_bytes().to_vec();
+            bytes.resize(1 << 18, opcode);
+            assert_eq!(read(&bytes).unwrap_err(), PickleError::Memory(1 << 20), "{opcode:#04x}");
+        }
     }
 
     #[test]

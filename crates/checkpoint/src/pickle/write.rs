@@ -154,7 +154,7 @@ mod tests {
             w.object("torch", "Size", |w| w.word("size"));
         });
         let bytes = writer.finish();
-        let pickle = Pickle::read(&bytes, |_, _| true).unwrap();
+        let pickle = Pickle::read(&bytes, 1 << 20, |_, _| true).unwrap();
         let list = pickle.get(pickle.root, "numbers").unwrap();
         assert_eq!(pickle.sizes(list).unwrap(), numbers);
         let size = pickle.get(pickle.root, "size").unwrap();

@@ -54,7 +54,7 @@ pub fn files(plan: &Plan<'_>) -> (Vec<OutFile>, Vec<String>) {
     let mut files: Vec<OutFile> = by_rank.into_values().collect();
     files.push(document(METADATA, metadata(plan, &items)));
     let has_common =
-        plan.catalog.format == Format::TorchDist && plan.catalog.extras.iter().any(|e| e == "common.pt");
+        plan.catalog.format == Format::TorchDist && plan.catalog.extras.contains_key("common.pt");
     if plan.spec.format == Format::TorchDist && !has_common {
         let text = r#"{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}"#;
         files.push(document("metadata.json", text.into()));

@@ -9,7 +9,7 @@ use super::{OutFile, Part, Plan, What};
 use crate::element::Element;
 use crate::error::CheckpointError;
 use crate::open::{INDEX, SHAPES_KEY, SHARDING_KEY};
-use crate::safetensors::header_bytes;
+use crate::safetensors::{METADATA_KEY, RESERVED, header_bytes};
 
 type Files = (Vec<OutFile>, Vec<String>);
 
@@ -109,6 +109,9 @@ pub fn box_files(plan: &Plan<'_>) -> Result<Files, CheckpointError> {
 
 fn entry<'a>(plan: &Plan<'_>, name: &'a str, region: Region) -> Result<Entry<'a>, CheckpointError> {
     let element = plan.elements[name];
+    if name == METADATA_KEY {
+        return Err(CheckpointError::Tensor { tensor: name.into(), what: RESERVED.into() });
+    }
     if element.safetensors().is_none() {
         let what = format!(
             "its elements are {element}, for which safetensors has no name\nhint: `--to dcp` keeps them"
@@ -120,10 +123,27 @@ fn entry<'a>(plan: &Plan<'_>, name: &'a str, region: Region) -> Result<Entry<'a>
 
 /// The order in which the safetensors library puts tensors: wide elements first, then by name.
 fn order(element: Element) -> usize {
-    use Element::*;
-    let narrow_first =
-        [Bool, U8, I8, F8E5M2, F8E4M3, F8E8M0, I16, U16, F16, Bf16, I32, U32, F32, C64, F64, I64, U64, C128];
-    let place = narrow_first.iter().position(|e| *e == element);
+    const NARROW_FIRST: [Element; 18] = [
+        Element::BOOL,
+        Element::U8,
+        Element::I8,
+        Element::F8E5M2,
+        Element::F8E4M3,
+        Element::F8E8M0,
+        Element::I16,
+        Element::U16,
+        Element::F16,
+        Element::BF16,
+        Element::I32,
+        Element::U32,
+        Element::F32,
+        Element::C64,
+        Element::F64,
+        Element::I64,
+        Element::U64,
+        Element::C128,
+    ];
+    let place = NARROW_FIRST.iter().position(|e| *e == element);
     usize::MAX - place.expect("every element is in the list")
 }
 
@@ -147,6 +167,6 @@ pub(super) fn document(name: &str, bytes: Vec<u8>) -> OutFile {
 }
 
 /// Names in the order of the numbers in them: layer 2 before layer 10.
-fn natural(name: &str) -> Vec<(u64, String)> {
+pub(super) fn natural(name: &str) -> Vec<(u64, String)> {
     name.split('.').map(|word| (word.parse().unwrap_or(0), word.to_string())).collect()
 }

@@ -7,14 +7,19 @@
 
 mod dcp;
 mod hf;
+mod ours;
+
+pub(crate) use ours::adopt;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 
 use crossmesh_core::region::{Region, Span};
 
 use crate::catalog::{Catalog, Format};
 use crate::element::Element;
 use crate::error::CheckpointError;
+use crate::manifest::{FACTS, Manifest};
 
 /// What Hugging Face's tools cut models into.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
@@ -58,7 +63,9 @@ impl Cut {
                     let start = (u64::from(rank) * rows).min(shape[0]);
                     (rank, whole.with_span(0, Span::new(start, (start + rows).min(shape[0]))))
                 };
-                (0..*ranks).map(part).filter(|(_, region)| !region.is_empty()).collect()
+                // Ranks behind the last row have none of it, however many there are.
+                let holding = shape[0].div_ceil(rows) as usize;
+                (0..*ranks).take(holding).map(part).collect()
             }
             Cut::Boxes(listed) if listed.contains_key(name) => listed[name].clone(),
             _ => vec![(0, whole)],
@@ -90,6 +97,8 @@ pub enum What {
         region: Region,
         head_bytes: Option<u64>,
     },
+    /// Of our own format: complete once the hashes of all other files are known.
+    Manifest(Box<Manifest>),
     /// Bytes of a file of the source, as they are.
     Object {
         file: u32,
@@ -116,8 +125,8 @@ pub struct Target {
     pub elements: BTreeMap<String, Element>,
     /// What the target has no place for.
     pub left_out: Vec<String>,
-    /// Files of the source's folder that are copied as they are.
-    pub extras: Vec<String>,
+    /// Files beside the source that are copied as they are: what they are called, and where they are.
+    pub extras: Vec<(String, PathBuf)>,
 }
 
 impl Target {
@@ -147,19 +156,35 @@ pub fn lay_out(catalog: &Catalog, spec: &Spec) -> Result<Target, CheckpointError
         Format::Hf => hf::whole_files(&plan)?,
         Format::DcpHf => hf::box_files(&plan)?,
         Format::Dcp | Format::TorchDist => dcp::files(&plan),
-        Format::Crossmesh => {
-            let what = "our own format is written by `crossmesh train`\nhint: `--to hf`, then `crossmesh checkpoint import`";
-            return Err(CheckpointError::target(what));
-        }
+        Format::Crossmesh => ours::files(&plan)?,
     };
+    let mut files = files;
+    files.extend(documents(catalog, spec.format));
     let taken: BTreeSet<&str> = files.iter().map(|f| f.name.as_str()).collect();
     let of_megatron = ["common.pt", "metadata.json"];
     let fits = |name: &&String| {
         !taken.contains(name.as_str())
             && (spec.format == Format::TorchDist || !of_megatron.contains(&name.as_str()))
     };
-    let extras = catalog.extras.iter().filter(fits).cloned().collect();
+    let extras = catalog.extras.iter().filter(|(name, _)| fits(name));
+    let extras = extras.map(|(name, path)| (name.clone(), path.clone())).collect();
     Ok(Target { files, elements, left_out, extras })
+}
+
+/// What others need to know of a checkpoint of ours, and lies in no file of it: config.json, and where the run was.
+fn documents(catalog: &Catalog, format: Format) -> Vec<OutFile> {
+    if format == Format::Crossmesh {
+        return vec![];
+    }
+    let mut files = Vec::new();
+    if let Some(config) = catalog.config.as_ref().filter(|_| !catalog.extras.contains_key("config.json")) {
+        let text = serde_json::to_string_pretty(config).expect("it was read as JSON") + "\n";
+        files.push(hf::document("config.json", text.into_bytes()));
+    }
+    if let Some(facts) = catalog.facts.as_ref().filter(|facts| facts.have_a_past()) {
+        files.push(hf::document(FACTS, facts.to_text().into_bytes()));
+    }
+    files
 }
 
 /// What the layouts of all formats begin with.

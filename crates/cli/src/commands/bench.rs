@@ -11,7 +11,8 @@ use serde::Serialize;
 use crate::Answer;
 use crate::commands::run::RunArgs;
 use crate::known::{Known, suites};
-use crate::output::{self, Format, Progress, Table, count};
+use crate::machine::machine;
+use crate::output::{self, Format, FormatArgs, Progress, Table, count};
 use crate::predict::Prediction;
 use crate::report;
 use crate::runner::RunOptions;
@@ -19,12 +20,14 @@ use crate::suite::{Case, Fit, Reference, Suite};
 
 mod calibrate;
 pub mod collective;
+mod inside;
 mod kernels;
 mod measured;
 pub mod pipeline;
+mod predicted;
 mod train;
 
-/// Compare strategies over a suite of cases.
+/// Measure or predict reshards, collectives and training steps, and calibrate this machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh bench reshard --predict
@@ -51,8 +54,10 @@ enum What {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh bench reshard --predict
-  crossmesh bench reshard --emulate 400Mbit --strategies flow,sendrecv   # as root
-  crossmesh bench reshard --emulate 400Mbit,h1=200Mbit --suite uneven    # one slow host
+  # as root
+  crossmesh bench reshard --emulate 400Mbit --strategies flow,sendrecv
+  # one slow host
+  crossmesh bench reshard --emulate 400Mbit,h1=200Mbit --suite uneven
   crossmesh bench reshard --predict --suite modern --html bench.html
   crossmesh bench reshard --predict --suite mine.toml --format json")]
 struct ReshardArgs {
@@ -76,9 +81,8 @@ struct ReshardArgs {
     seed: u64,
     #[command(flatten)]
     run: RunArgs,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
     /// Also write a report with pictures: one HTML file
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
@@ -91,6 +95,8 @@ pub struct Results {
     pub suite: String,
     pub about: String,
     pub seed: u64,
+    /// The machine whose times these are; missing where nothing was run.
+    pub machine: Option<String>,
     pub cases: Vec<CaseResult>,
     /// The case in which `flow` is furthest from the bound.
     pub worst_flow: Option<Worst>,
@@ -130,6 +136,7 @@ pub struct StrategyResult {
 pub struct MeasuredTimes {
     pub measured_s: Vec<f64>,
     pub median_s: f64,
+    /// Missing where the NICs of the prediction were not there: neither emulated nor of a cluster that was measured.
     pub over_bound: Option<f64>,
     pub over_predicted: Option<f64>,
     pub verified: bool,
@@ -162,9 +169,9 @@ pub fn run(args: &Args) -> Result<Answer> {
     let bench = Bench::of(args)?;
     let results = bench.suite(&suite, args.case.as_deref())?;
     if let Some(path) = &args.html {
-        output::write_file(path, &report::bench::render(&results, report::provenance()))?;
+        output::write_file(path, report::bench::render(&results, report::provenance()))?;
     }
-    match args.format {
+    match args.format.get() {
         Format::Text if args.predict => output::print(&render(&results))?,
         Format::Text => output::print(&measured::render(&results))?,
         Format::Json => output::print_json(&results)?,
@@ -214,6 +221,7 @@ impl Bench {
             suite: suite.name.clone(),
             about: suite.about.clone(),
             seed: self.seed,
+            machine: self.run.as_ref().map(|_| machine()),
             cases: results,
             worst_flow,
         })

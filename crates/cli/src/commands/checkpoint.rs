@@ -7,21 +7,27 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use crossmesh_core::units::Bytes;
 use crossmesh_train::checkpoint::{Checkpoint, Store, hf};
+use serde_json::json;
 
 use crate::Answer;
-use crate::output::{self, count};
+use crate::files;
+use crate::output::{self, Format, FormatArgs, count};
 use crate::training::words::Words;
 
 mod check;
 mod convert;
+mod maps;
 mod show;
 
-/// Look into checkpoints, and exchange them with other programs.
+pub use check::is_foreign;
+
+/// Show, check, compare and convert checkpoints: ours, Hugging Face's, torch DCP's and Megatron's.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh checkpoint show runs/gpt/checkpoints --verify
   crossmesh checkpoint check llama-hf
-  crossmesh checkpoint convert llama-hf --to torch_dist --tp 4 --pp 2 -o llama-megatron
+  crossmesh checkpoint convert llama-hf --to torch_dist --tp 4 --pp 2 \\
+      -o llama-megatron
   crossmesh checkpoint export runs/gpt/checkpoints -o gpt2-format
   crossmesh checkpoint import gpt2/model.safetensors -o runs/tuned/checkpoints")]
 pub struct Args {
@@ -35,6 +41,7 @@ enum What {
     Check(check::CheckArgs),
     Diff(check::DiffArgs),
     Convert(convert::ConvertArgs),
+    Maps(maps::MapsArgs),
     Export(ExportArgs),
     Import(ImportArgs),
 }
@@ -51,6 +58,8 @@ struct ExportArgs {
     /// The folder to write to
     #[arg(short, long, value_name = "OUT")]
     output: PathBuf,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 /// Read a GPT-2 or a Llama as Hugging Face transformers saves it, to train on from.
@@ -59,7 +68,8 @@ struct ExportArgs {
 
 Examples:
   crossmesh checkpoint import gpt2/model.safetensors -o runs/tuned/checkpoints
-  crossmesh checkpoint import weights.safetensors --heads 12 -o runs/tuned/checkpoints")]
+  crossmesh checkpoint import weights.safetensors --heads 12 \\
+      -o runs/tuned/checkpoints")]
 struct ImportArgs {
     /// A safetensors file
     #[arg(value_name = "FILE")]
@@ -73,6 +83,8 @@ struct ImportArgs {
     /// What the run will compute in
     #[arg(long, value_enum, default_value_t)]
     dtype: Real,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
@@ -88,6 +100,7 @@ pub fn run(args: &Args) -> Result<Answer> {
         What::Check(args) => check::check(args),
         What::Diff(args) => check::compare(args),
         What::Convert(args) => convert::run(args),
+        What::Maps(args) => maps::run(args),
         What::Export(args) => export(args),
         What::Import(args) => import(args),
     }
@@ -103,7 +116,8 @@ pub fn find(path: &Path) -> Result<PathBuf> {
     if path.join(crossmesh_train::checkpoint::MANIFEST).exists() {
         return Ok(path.to_path_buf());
     }
-    std::fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let there = std::fs::metadata(path).map_err(|error| files::with_path_hint(error, path));
+    there.with_context(|| format!("cannot read {}", path.display()))?;
     let of_run = || store(&path.join("checkpoints")).latest();
     match store(path).latest()?.map_or_else(of_run, |found| Ok(Some(found)))? {
         Some(found) => Ok(found),
@@ -114,11 +128,23 @@ pub fn find(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Opens a checkpoint of any format; of a folder of ours, the newest complete one.
-fn open_any(path: &Path) -> Result<crossmesh_checkpoint::Catalog> {
+/// The checkpoint that a path means, whoever wrote it: one of another system is meant itself.
+pub fn find_any(path: &Path) -> Result<PathBuf> {
+    if is_foreign(path) { Ok(path.to_path_buf()) } else { find(path) }
+}
+
+/// Opens a checkpoint of any format; of a folder of ours, the newest complete one. Its headers take no more memory than was allowed, and what
+/// the library allows beside that; more where nothing was said.
+fn open_any(path: &Path, max_memory: Option<u64>) -> Result<crossmesh_checkpoint::Catalog> {
     let ours = path.is_dir() && !check::is_foreign(path);
     let path = if ours { find(path).unwrap_or_else(|_| path.to_path_buf()) } else { path.to_path_buf() };
-    Ok(crossmesh_checkpoint::open(&path)?)
+    std::fs::metadata(&path)
+        .map_err(|error| files::with_path_hint(error, &path))
+        .with_context(|| format!("cannot open {}", path.display()))?;
+    Ok(match max_memory {
+        Some(max_memory) => crossmesh_checkpoint::open_within(&path, max_memory)?,
+        None => crossmesh_checkpoint::open(&path)?,
+    })
 }
 
 fn export(args: &ExportArgs) -> Result<Answer> {
@@ -132,10 +158,25 @@ fn export(args: &ExportArgs) -> Result<Answer> {
             let to = args.output.join("tokenizer.json");
             std::fs::copy(file, &to)
                 .with_context(|| format!("cannot copy {} to {}", file.display(), to.display()))?;
-            format!("; its tokenizer in {}", to.display())
+            Some(to)
         }
-        _ => String::new(),
+        _ => None,
     };
+    if args.format.get() == Format::Json {
+        output::print_json(&json!({
+            "schema": "crossmesh.export/1",
+            "step": checkpoint.facts().step,
+            "model": exported.model,
+            "config": exported.config,
+            "tokenizer": tokenizer,
+            "tensors": exported.tensors,
+            "bytes": exported.bytes,
+            "as_imported": exported.as_imported.as_ref().map(Result::is_ok),
+            "why_not_as_imported": exported.as_imported.as_ref().and_then(|r| r.as_ref().err()).map(ToString::to_string),
+        }))?;
+        return Ok(Answer::Yes);
+    }
+    let tokenizer = tokenizer.map_or(String::new(), |to| format!("; its tokenizer in {}", to.display()));
     let (bytes, tensors) = (Bytes(exported.bytes), count(exported.tensors, "tensor"));
     let (step, model, config) =
         (checkpoint.facts().step, exported.model.display(), exported.config.display());
@@ -156,6 +197,19 @@ fn import(args: &ImportArgs) -> Result<Answer> {
         Real::F32 => hf::import::<f32>(&args.file, args.heads, &store)?,
         Real::F64 => hf::import::<f64>(&args.file, args.heads, &store)?,
     };
+    if args.format.get() == Format::Json {
+        let c = &imported.config;
+        output::print_json(&json!({
+            "schema": "crossmesh.import/1",
+            "checkpoint": imported.path,
+            "tensors": imported.tensors,
+            "config": {
+                "vocab": c.vocab, "context": c.context, "width": c.width, "layers": c.layers,
+                "heads": c.heads, "hidden": c.hidden, "tied": c.tied,
+            },
+        }))?;
+        return Ok(Answer::Yes);
+    }
     let (tensors, path, c) = (count(imported.tensors, "tensor"), imported.path.display(), &imported.config);
     let tied = if c.tied { "tied" } else { "untied" };
     output::print(&format!(

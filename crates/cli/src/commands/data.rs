@@ -10,12 +10,13 @@ use crossmesh_train::data::text::{DocumentEnd, Encoder};
 use serde::Serialize;
 
 use crate::Answer;
-use crate::output::{self, Format, Progress};
+use crate::output::{self, Format, FormatArgs, Progress};
 
-/// Pack text into a token file to train on, or look at one.
+/// Pack text into a token file to train on, or show what is in one.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  crossmesh data pack books/ notes.txt -o books.tokens                 # bytes: a vocabulary of 257
+  # bytes are the tokens: a vocabulary of 257
+  crossmesh data pack books/ notes.txt -o books.tokens
   crossmesh data pack books/ -o books.tokens --tokenizer tokenizer.json
   crossmesh data show books.tokens")]
 pub struct Args {
@@ -31,11 +32,9 @@ enum Command {
 
 /// Make a token file from UTF-8 files and folders.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "A file is a document. Folders are read to the bottom, in the order of the paths; names that
-start with a dot are left out. The token file appears when it is complete.
-docs/token-file.md has the format."
-)]
+#[command(after_help = "A file is a document. Folders are read to the bottom, in the order of the paths;
+names that start with a dot are left out. The token file appears when it is
+complete. docs/token-file.md has the format.")]
 struct PackArgs {
     /// Files and folders of text
     #[arg(value_name = "INPUT", required = true)]
@@ -52,9 +51,8 @@ struct PackArgs {
     /// Tokenize on so many threads; the file is the same [default: one a core]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 /// Check all of a token file, and say what is in it.
@@ -63,9 +61,8 @@ struct ShowArgs {
     /// A token file
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
@@ -132,7 +129,7 @@ fn pack(args: &PackArgs) -> Result<Answer> {
     drop(line);
     let mut described = describe(&args.output, &packed.header, packed.file_bytes);
     described.text_bytes = Some(packed.text_bytes);
-    tell(&described, args.format)
+    tell(&described, args.format.get())
 }
 
 fn show(args: &ShowArgs) -> Result<Answer> {
@@ -144,7 +141,7 @@ fn show(args: &ShowArgs) -> Result<Answer> {
     let ends = starts.iter().skip(1).copied().chain([file.header().tokens]);
     let mut described = describe(&args.file, file.header(), file.bytes());
     described.longest_document = starts.iter().zip(ends).map(|(start, end)| end - start).max();
-    tell(&described, args.format)
+    tell(&described, args.format.get())
 }
 
 fn describe(path: &Path, header: &Header, bytes: u64) -> Described {

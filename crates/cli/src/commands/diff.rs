@@ -1,5 +1,8 @@
 //! `crossmesh diff`: what changed between two plans, or two traces?
 
+mod changes;
+mod clusters;
+mod tensors;
 mod traces;
 
 use std::cmp::Reverse;
@@ -8,16 +11,18 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::reshard::{Plan, Reshard, Transfer};
-use crossmesh_core::units::{Bytes, Rate, Seconds};
+use crossmesh_core::units::{Bytes, Seconds};
 use serde::Serialize;
 
 use crate::Answer;
 use crate::input::{PlanFile, read_plan, read_text};
-use crate::output::{self, Format, Table, and_more, count};
+use crate::output::{self, Format, FormatArgs, Table, and_more, count};
 use crate::summary;
+use crate::tensors::name_of;
 use crate::trace_doc::TraceDoc;
+use changes::{Change, Number, by_size};
+use tensors::TensorChange;
 
 /// Show what changed between two plans (strategy, times, traffic and transfers) or two traces (when every op ran).
 #[derive(Debug, clap::Args)]
@@ -25,7 +30,8 @@ use crate::trace_doc::TraceDoc;
 
 Examples:
   crossmesh diff before.json after.json
-  crossmesh diff predicted.json measured.json --within 10%   # traces of `simulate` and `run`, --trace FILE
+  # traces that `simulate --trace` and `run --trace` wrote
+  crossmesh diff predicted.json measured.json --within 10%
   crossmesh diff flow.json greedy.json --format json")]
 pub struct Args {
     /// A plan document, or a trace
@@ -37,9 +43,8 @@ pub struct Args {
     /// Of traces: what share of the whole run times may differ by and still be the same
     #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = parse_percent)]
     within: f64,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 /// The differences; empty lists where there are none.
@@ -47,22 +52,17 @@ pub struct Args {
 struct Difference {
     schema: &'static str,
     same: bool,
-    /// Properties of the plan with different values.
+    /// Properties of the plan and of its cluster with different values, the largest difference first.
     changed: Vec<Change>,
+    /// Whether times are of different machines.
+    clusters_differ: bool,
     /// Host pairs that carry a different number of bytes, the largest difference first.
     traffic: Vec<TrafficChange>,
-    /// Of plans for many: tensors that move a different number of bytes, the largest difference first.
+    /// Of plans for many: tensors that cost something else, the largest difference first.
     tensors: Vec<TensorChange>,
     /// Transfers, the largest first.
     removed: Vec<String>,
     added: Vec<String>,
-}
-
-#[derive(Debug, PartialEq, Serialize)]
-struct Change {
-    what: &'static str,
-    a: String,
-    b: String,
 }
 
 #[derive(Debug, PartialEq, Serialize)]
@@ -73,17 +73,10 @@ struct TrafficChange {
     b_bytes: u64,
 }
 
-#[derive(Debug, PartialEq, Serialize)]
-struct TensorChange {
-    name: String,
-    a_bytes: u64,
-    b_bytes: u64,
-}
-
 pub fn run(args: &Args) -> Result<Answer> {
     if let Some((a, b)) = read_traces(args)? {
         let difference = traces::compare(&a, &b, args.within);
-        match args.format {
+        match args.format.get() {
             Format::Text => output::print(&traces::render(&difference))?,
             Format::Json => output::print_json(&difference)?,
         }
@@ -91,7 +84,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     }
     let (a, b) = (read_plan(&args.a)?, read_plan(&args.b)?);
     let difference = compare(&a, &b);
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&render(&difference))?,
         Format::Json => output::print_json(&difference)?,
     }
@@ -121,23 +114,30 @@ fn read_traces(args: &Args) -> Result<Option<(TraceDoc, TraceDoc)>> {
 }
 
 fn compare(a: &PlanFile, b: &PlanFile) -> Difference {
-    let mut changed: Vec<Change> = properties(a)
-        .into_iter()
-        .zip(properties(b))
-        .filter(|((_, a), (_, b))| a != b)
-        .map(|((what, a), (_, b))| Change { what, a, b })
-        .collect();
+    let clusters = clusters::changes(&a.plan.problem.cluster, &b.plan.problem.cluster);
+    let clusters_differ = !clusters.is_empty();
+    let mut changed = properties(a, b);
     changed.extend(layout_changes(&a.plan, &b.plan));
-    let (traffic, tensors) = (traffic_changes(&a.plan, &b.plan), tensor_changes(&a.plan, &b.plan));
+    changed.extend(clusters);
+    by_size(&mut changed);
+    let (traffic, tensors) = (traffic_changes(&a.plan, &b.plan), tensors::changes(&a.plan, &b.plan));
     let (removed, added) = transfer_changes(&a.plan, &b.plan);
     if removed.is_empty() && added.is_empty() {
         let first = first_out_of_order(&a.plan, &b.plan);
-        let order =
-            |first| Change { what: "order", a: String::new(), b: format!("differs from t{first} on") };
-        changed.extend(first.map(order));
+        let order = |first| Change::words("order", String::new(), format!("differs from t{first} on"));
+        changed.extend(first.and_then(order));
     }
     let same = changed.is_empty() && traffic.is_empty() && removed.is_empty() && added.is_empty();
-    Difference { schema: "crossmesh.diff/1", same, changed, traffic, tensors, removed, added }
+    Difference {
+        schema: "crossmesh.diff/1",
+        same,
+        changed,
+        clusters_differ,
+        traffic,
+        tensors,
+        removed,
+        added,
+    }
 }
 
 /// The first place where two plans with the same transfers put them, or order them, differently.
@@ -149,59 +149,23 @@ fn first_out_of_order(a: &Plan, b: &Plan) -> Option<usize> {
     a.transfers().iter().zip(b.transfers()).position(|pair| !same(pair))
 }
 
-fn properties(file: &PlanFile) -> Vec<(&'static str, String)> {
-    let (plan, doc) = (&file.plan, &file.doc);
-    vec![
-        ("cluster", describe(&plan.problem.cluster)),
-        ("strategy", plan.strategy.clone()),
-        ("chunk", Bytes(plan.chunk_bytes).to_string()),
-        ("transfers", plan.transfers().len().to_string()),
-        ("bytes moved", Bytes(plan.bytes_moved()).to_string()),
-        ("lower bound", Seconds(doc.lower_bound_s).to_string()),
-        ("predicted", Seconds(doc.predicted_s).to_string()),
-        ("peak extra", Bytes(doc.peak_extra_bytes).to_string()),
-    ]
-}
-
-/// `2 hosts of 8 devices, 1 NIC of 10 Gbit/s, local 100 GB/s`: all that times depend on.
-fn describe(cluster: &Cluster) -> String {
-    let mut kinds: Vec<(&Host, usize)> = vec![];
-    for host in &cluster.hosts {
-        match kinds.last_mut().filter(|(last, _)| *last == host) {
-            Some((_, n)) => *n += 1,
-            None => kinds.push((host, 1)),
-        }
-    }
-    let kind = |(host, n): &(&Host, usize)| {
-        let (out, into) =
-            (Rate(host.nic_out_bytes_per_s).to_string(), Rate(host.nic_in_bytes_per_s).to_string());
-        let nic = if out == into { out } else { format!("{out} out, {into} in") };
-        let memory = host.memory_bytes.map_or(String::new(), |bytes| format!(", {} each", Bytes(bytes)));
-        format!(
-            "{} of {}{memory}, {} of {nic}, local {}",
-            count(*n, "host"),
-            count(host.devices as usize, "device"),
-            count(host.nics as usize, "NIC"),
-            Rate(host.local_bytes_per_s)
-        )
-    };
-    let mut words: Vec<String> = kinds.iter().map(kind).collect();
-    if cluster.latency_s > 0.0 {
-        words.push(format!("latency {}", Seconds(cluster.latency_s)));
-    }
-    if !cluster.messages_are_free() {
-        words.push(format!("{} a message", Seconds(cluster.message_s)));
-    }
-    if !cluster.tiers.is_empty() {
-        words.push(count(cluster.tiers.len(), "tier"));
-    }
-    words.join("; ")
-}
-
-/// A tensor's name, or its number where it has none.
-fn name_of(plan: &Plan, tensor: usize) -> String {
-    let name = &plan.problem.reshards[tensor].name;
-    if name.is_empty() { format!("#{tensor}") } else { name.clone() }
+/// What documents say of two plans, where that differs.
+fn properties(a: &PlanFile, b: &PlanFile) -> Vec<Change> {
+    let bytes = |n: f64| Bytes(n as u64).to_string();
+    let seconds = |s: f64| Seconds(s).to_string();
+    let whole = |n: f64| n.to_string();
+    let both = |of: &dyn Fn(&PlanFile) -> f64| [of(a), of(b)];
+    let numbers: [(&str, [f64; 2], Number<'_>); 6] = [
+        ("chunk", both(&|f| f.plan.chunk_bytes as f64), &bytes),
+        ("transfers", both(&|f| f.plan.transfers().len() as f64), &whole),
+        ("bytes moved", both(&|f| f.plan.bytes_moved() as f64), &bytes),
+        ("lower bound", both(&|f| f.doc.lower_bound_s), &seconds),
+        ("predicted", both(&|f| f.doc.predicted_s), &seconds),
+        ("peak extra", both(&|f| f.doc.peak_extra_bytes as f64), &bytes),
+    ];
+    let strategy = Change::words("strategy", a.plan.strategy.clone(), b.plan.strategy.clone());
+    let numbers = numbers.into_iter().filter_map(|(what, values, show)| Change::number(what, values, show));
+    strategy.into_iter().chain(numbers).collect()
 }
 
 type Side = fn(&Reshard) -> String;
@@ -224,27 +188,8 @@ fn layout_changes(a: &Plan, b: &Plan) -> Vec<Change> {
         if a.problem.reshards.len().max(b.problem.reshards.len()) > 1 {
             ours = format!("{} differ, such as {first}: {ours}", count(differing.len(), "tensor"));
         }
-        changes.push(Change { what, a: ours, b: theirs });
+        changes.extend(Change::words(what, ours, theirs));
     }
-    changes
-}
-
-/// What every tensor moves, where that differs. Of one tensor the whole plan says it.
-fn tensor_changes(a: &Plan, b: &Plan) -> Vec<TensorChange> {
-    if a.problem.reshards.len().max(b.problem.reshards.len()) < 2 {
-        return vec![];
-    }
-    let mut moved: BTreeMap<String, (u64, u64)> = BTreeMap::new();
-    for (plan, first) in [(a, true), (b, false)] {
-        for t in plan.transfers() {
-            let entry = moved.entry(name_of(plan, t.tensor as usize)).or_default();
-            *(if first { &mut entry.0 } else { &mut entry.1 }) += t.bytes;
-        }
-    }
-    let changed = moved.into_iter().filter(|(_, (a, b))| a != b);
-    let mut changes: Vec<TensorChange> =
-        changed.map(|(name, (a_bytes, b_bytes))| TensorChange { name, a_bytes, b_bytes }).collect();
-    changes.sort_by_key(|c| Reverse(c.a_bytes.abs_diff(c.b_bytes)));
     changes
 }
 
@@ -299,20 +244,16 @@ fn render(difference: &Difference) -> String {
     let mut text = String::new();
     let mut table = Table::new("l");
     for c in &difference.changed {
-        table.row([c.what, c.a.as_str(), "->", c.b.as_str()]);
+        table.row([c.what.clone(), c.a.clone(), "->".into(), c.b.clone(), c.percent()]);
     }
     for c in difference.traffic.iter().take(SHOWN) {
         let pair = format!("h{} to h{}", c.from_host, c.to_host);
         table.row([pair, Bytes(c.a_bytes).to_string(), "->".into(), Bytes(c.b_bytes).to_string()]);
     }
-    for c in difference.tensors.iter().take(SHOWN) {
-        let name = format!("tensor {}", c.name);
-        table.row([name, Bytes(c.a_bytes).to_string(), "->".into(), Bytes(c.b_bytes).to_string()]);
-    }
     text += &table.render(0);
     text += &and_more(difference.traffic.len(), SHOWN, "host pair");
-    text += &and_more(difference.tensors.len(), SHOWN, "tensor");
-    if difference.changed.iter().any(|c| c.what == "cluster") {
+    text += &tensors::render(&difference.tensors, SHOWN);
+    if difference.clusters_differ {
         text += "the clusters differ: times are not of the same machines\n";
     }
     for (sign, lines) in [("-", &difference.removed), ("+", &difference.added)] {

@@ -12,7 +12,9 @@ use crossmesh_core::units::{Bytes, Seconds};
 
 use crate::Answer;
 use crate::input::{PlanArgs, ProblemArgs};
-use crate::output::{self, Format, Table, and_more};
+use crate::output::{self, Format, FormatArgs, Table, and_more};
+use crate::path;
+use crate::picture;
 use crate::predict::Prediction;
 use crate::replay::replay;
 use crate::report;
@@ -23,29 +25,32 @@ use crate::tensors;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh explain 'f32[8,6]@A{tp:2}(tp,_)' 'f32[8,6]@B{tp:3}(_,tp)'
-  crossmesh explain 'bf16[8192,8192]@A{fsdp:16}(fsdp,_)' 'bf16[8192,8192]@B{dp:2,tp:8}(_,tp)' \\
-      --devices-per-host 8 --nics 8 --nic 400Gbit --html report.html
-  crossmesh explain 'f32[8]@A{tp:2}(tp)' 'f32[8]@B{tp:2}(_)' --program   # every rank's ops
-  crossmesh explain --pairs weights.txt --cluster cluster.toml --max-extra-bytes 256MiB
-  crossmesh explain --flight flight.json   # written by `crossmesh run … --flight flight.json`")]
+  crossmesh explain 'bf16[8192,8192]@A{fsdp:16}(fsdp,_)' \\
+      'bf16[8192,8192]@B{dp:2,tp:8}(_,tp)' --devices-per-host 8 --nics 8 \\
+      --nic 400Gbit --html report.html
+  # what every rank does, op by op
+  crossmesh explain 'f32[8]@A{tp:2}(tp)' 'f32[8]@B{tp:2}(_)' --program
+  crossmesh explain --pairs weights.txt --cluster cluster.toml \\
+      --max-extra-bytes 256MiB
+  # a record that `crossmesh run … --flight flight.json` wrote
+  crossmesh explain --flight flight.json")]
 pub struct Args {
     #[command(flatten)]
     problem: ProblemArgs,
     #[command(flatten)]
     plan: PlanArgs,
     /// Explain how a run ended instead: who was at fault, who waited for whom, and what the simulator would have seen
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["src", "dst", "pairs", "html"])]
+    #[arg(long, value_name = "FILE", help_heading = "Failed runs", conflicts_with_all = ["src", "dst", "pairs", "html"])]
     flight: Option<PathBuf>,
-    /// Show the program instead: what every rank does, with which memory, in which order
+    /// Show the program instead, or its document: what every rank does, with which memory, in which order
     #[arg(long, conflicts_with_all = ["flight", "html"], help_heading = "Output")]
     program: bool,
-    /// Text for people, or the document: of the plan or, with `--program`, of the program
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
     /// Also write a report with pictures: one HTML file
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
-    /// Also write the NICs over time as a figure for a paper: an SVG, 85 mm wide
+    /// Also write the NICs over time as a figure for a paper: an SVG, 85 mm wide, or a PDF where its name ends so
     #[arg(long, value_name = "FILE", help_heading = "Output", conflicts_with_all = ["flight", "program"])]
     svg: Option<PathBuf>,
 }
@@ -53,26 +58,23 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<Answer> {
     if let Some(path) = &args.flight {
         let replay = replay(path)?;
-        match args.format {
+        match args.format.get() {
             Format::Text => output::print(&flight::render(&replay))?,
             Format::Json => output::print_json(&replay)?,
         }
         return Ok(Answer::Yes);
     }
     let problem = args.problem.problem()?;
-    let prediction = Prediction::of_problem(&problem, &args.plan.options()?)?;
+    let assumed = args.problem.assumption(&problem);
+    let prediction = Prediction::of_problem(&problem, &args.plan.options()?)?.assuming(assumed);
     if let Some(path) = &args.html {
-        output::write_file(path, &report::plan::render(&prediction, report::provenance()))?;
+        output::write_file(path, report::plan::render(&prediction, report::provenance()))?;
     }
     if let Some(path) = &args.svg {
-        output::write_file(path, &report::figure::links(&prediction))?;
+        picture::write(path, &report::figure::links(&prediction))?;
     }
-    match (args.format, args.program) {
-        (Format::Text, false) => {
-            let assumed = args.problem.hosts.assumption(&problem).filter(|_| args.problem.model.is_none());
-            let note = assumed.map_or(String::new(), |assumed| format!("note               {assumed}\n"));
-            output::print(&(note + &render(&prediction)))?;
-        }
+    match (args.format.get(), args.program) {
+        (Format::Text, false) => output::print(&render(&prediction))?,
         (Format::Json, false) => output::print(&prediction.document())?,
         (Format::Text, true) => output::print(&prediction.program.to_string())?,
         (Format::Json, true) => {
@@ -86,6 +88,9 @@ pub fn run(args: &Args) -> Result<Answer> {
 pub fn render(prediction: &Prediction) -> String {
     let plan = &prediction.plan;
     let mut text = format!("reshard {}\n", summary::headline(plan));
+    if let Some(assumed) = &prediction.assumed {
+        let _ = writeln!(text, "  note: {assumed}");
+    }
     let _ = writeln!(
         text,
         "  strategy {}, chunks of {}, {}",
@@ -97,9 +102,11 @@ pub fn render(prediction: &Prediction) -> String {
     text += &host_pairs(plan);
     text += &transfers(plan);
     text += &summary::busiest_links(prediction, 6);
-    if !plan.reasons.is_empty() {
+    text += &path::render(prediction);
+    let reasons = summary::reasons(prediction);
+    if !reasons.is_empty() {
         text += "why\n";
-        for reason in &plan.reasons {
+        for reason in &reasons {
             let _ = writeln!(text, "  {reason}");
         }
     }
@@ -117,17 +124,19 @@ fn tensors(prediction: &Prediction) -> String {
     let mut table = Table::new("lrrrrl");
     let share = if busiest.is_empty() { "share".to_string() } else { format!("of {busiest}") };
     table.row(["name", "bytes", "transfers", "under way", &share, "source -> destination"].map(String::from));
-    for row in rows.iter().take(SHOWN) {
+    let shown = tensors::shown(&rows, SHOWN);
+    for row in &shown {
         table.row([
             row.name.clone(),
             Bytes(row.bytes).to_string(),
             row.transfers.to_string(),
-            Seconds(row.end_s - row.start_s).to_string(),
+            Seconds(row.seconds()).to_string(),
             format!("{:.1} %", 100.0 * row.share_of_busiest_link),
             format!("{} -> {}", row.src, row.dst),
         ]);
     }
-    format!("tensors\n{}{}", table.render(2), and_more(rows.len(), SHOWN, "tensor"))
+    let slowest = tensors::slowest_in_words(&rows).map_or(String::new(), |words| format!("  {words}\n"));
+    format!("tensors\n{}{}{slowest}", table.render(2), and_more(rows.len(), shown.len(), "tensor"))
 }
 
 fn host_pairs(plan: &Plan) -> String {
@@ -155,7 +164,8 @@ fn transfers(plan: &Plan) -> String {
     let mut table = Table::new("lllrl");
     for (id, t) in all.iter().enumerate() {
         let region = plan.region(t).to_string();
-        let region = if many { format!("{} {region}", name_of(plan, t.tensor)) } else { region };
+        let region =
+            if many { format!("{} {region}", tensors::name_of(plan, t.tensor as usize)) } else { region };
         let link = if plan.crosses_hosts(t) { "nic" } else { "local" };
         let after: Vec<String> = plan.after(t).iter().map(|a| a.to_string()).collect();
         let mut notes = vec![];
@@ -172,14 +182,6 @@ fn transfers(plan: &Plan) -> String {
         table.row([format!("t{id}"), way, region, Bytes(t.bytes).to_string(), link.into(), notes.join(", ")]);
     }
     format!("transfers\n{}", table.render(2))
-}
-
-/// A tensor's name, or its number where it has none.
-fn name_of(plan: &Plan, tensor: u32) -> String {
-    match plan.problem.reshards[tensor as usize].name.as_str() {
-        "" => format!("#{tensor}"),
-        name => name.to_string(),
-    }
 }
 
 fn figures(prediction: &Prediction) -> String {

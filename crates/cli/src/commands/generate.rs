@@ -9,7 +9,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use crossmesh_comm::protect::Protect;
 use crossmesh_train::checkpoint::{Checkpoint, hf};
 use crossmesh_train::generate::Crew;
-use crossmesh_train::kernels::cpu::HostBuf;
+use crossmesh_train::kernels::cpu::{HostBuf, MOST_THREADS};
 use crossmesh_train::models::gpt::Gpt;
 use serde::Serialize;
 
@@ -17,7 +17,7 @@ use crate::Answer;
 use crate::commands::checkpoint::find;
 use crate::commands::run::protection;
 use crate::memory::Memory;
-use crate::output::{self, Format, Progress};
+use crate::output::{self, Format, FormatArgs, Progress};
 use crate::runner::{RunOptions, Work, run_work};
 use crate::talk::{self, SCHEMA, Talk, TalkDoc, Talked};
 use crate::task::Task;
@@ -28,36 +28,38 @@ const DEADLINE: Duration = Duration::from_secs(120);
 /// How long the processes may take to meet.
 const ARRIVE: Duration = Duration::from_secs(30);
 
-/// Let a model of a checkpoint go on with a text.
+/// Generate text with a model from a checkpoint.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "A temperature of 0 takes the most likely token always; the same seed draws the same text. Behind the model's context, the newer half of what was
-said is read again, and it goes on from there.
+#[command(after_help = "A temperature of 0 always takes the most likely token; the same seed samples the
+same text. Where the model's context is full, the newer half of the text is read
+again, and generation goes on from there.
 
 Examples:
   crossmesh generate runs/gpt-text/checkpoints --prompt 'The '
-  crossmesh generate runs/gpt-text --prompt 'The ' --tokens 200 --temperature 0.8 --top-k 40 --seed 7
+  crossmesh generate runs/gpt-text --prompt 'The ' --tokens 200 \\
+      --temperature 0.8 --top-k 40 --seed 7
   crossmesh generate runs/gpt-mini --tokenizer ids --prompt '3 1 4'
-  crossmesh generate runs/llama --prompt 'The ' --tp 2 --stages 2      four processes here
-  crossmesh launch -n 4 -- crossmesh generate runs/llama --prompt 'The ' --tp 2 --stages 2"
-)]
+  # four processes here
+  crossmesh generate runs/llama --prompt 'The ' --tp 2 --stages 2
+  crossmesh launch -n 4 -- crossmesh generate runs/llama --prompt 'The ' \\
+      --tp 2 --stages 2")]
 pub struct Args {
     /// A checkpoint, a folder of them, or a run's folder: the newest complete one
     #[arg(value_name = "DIR")]
     checkpoint: PathBuf,
-    /// What to go on with
+    /// The text to continue
     #[arg(long, value_name = "TEXT", default_value = "")]
     prompt: String,
-    /// How many tokens to say, unless a document ends before
+    /// Tokens to generate, unless a document ends before
     #[arg(short = 'n', long, value_name = "N", default_value_t = 100)]
     tokens: usize,
-    /// How bold to be: 0 takes the most likely token, 1 draws as the model says
+    /// 0 takes the most likely token, 1 samples from the distribution of the model
     #[arg(long, value_name = "NUMBER", default_value_t = 0.0)]
     temperature: f64,
-    /// Draw from so many most likely tokens only
+    /// Sample from so many most likely tokens only
     #[arg(long, value_name = "N")]
     top_k: Option<usize>,
-    /// Of what is drawn
+    /// Of the sampling
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// `bytes`, `ids` (numbers, for data that has no text), or a Hugging Face tokenizer.json [default: what the model was trained with]
@@ -66,10 +68,10 @@ pub struct Args {
     /// Threads to compute with
     #[arg(long, value_name = "N", default_value_t = 1)]
     threads: usize,
-    /// Ranks that share out heads, columns and vocabulary, each a process; up to the heads of keys and values, or a multiple of them
+    /// Ranks that split heads, columns and vocabulary, each a process; up to the heads of keys and values, or a multiple of them
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Running")]
     tp: usize,
-    /// Stages that share out the layers; with --tp N, each has N ranks
+    /// Stages that split the layers; with --tp N, each has N ranks
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Running")]
     stages: usize,
     /// Start the processes here, even where torchrun, Slurm or mpirun started this one as a rank of a job
@@ -78,9 +80,8 @@ pub struct Args {
     /// What to do to frames between hosts: `none`, `sign` or `encrypt`; the same on all ranks [default: what CROSSMESH_PROTECT says, or none]
     #[arg(long, value_name = "WAY", help_heading = "Running")]
     protect: Option<Protect>,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 /// What was said, as JSON.
@@ -115,6 +116,12 @@ pub fn run(args: &Args) -> Result<Answer> {
     if args.threads == 0 {
         bail!("--threads 0: nobody would compute\nhint: use 1 or more");
     }
+    if args.threads > MOST_THREADS {
+        bail!(
+            "--threads {}: these are more than any machine has cores\nhint: use {MOST_THREADS} at most",
+            args.threads
+        );
+    }
     let checkpoint = Checkpoint::open(&find(&args.checkpoint)?)?;
     let model = Gpt::new(hf::decoder_config(&checkpoint)?)?;
     Crew::<HostBuf<f32>>::check(&model, args.tp, args.stages)
@@ -140,7 +147,7 @@ pub fn run(args: &Args) -> Result<Answer> {
         seconds: talked.seconds,
         cache_elements: talked.cache_elements,
     };
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&format!("{}{}\n", generated.prompt, generated.text))?,
         Format::Json => output::print_json(&generated)?,
     }

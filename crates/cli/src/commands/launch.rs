@@ -15,27 +15,29 @@ use crossmesh_comm::launch::{Grace, Job, Line, OnLine, Outcome, Process, Signals
 use crossmesh_comm::protect::{PROTECT_VARIABLE, Protect};
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::id::Rank;
+use serde::Serialize;
 
 use crate::Answer;
 use crate::commands::run::protection;
+use crate::output::{self, Format};
 use crate::rates::NicRates;
 
 /// Others may finish a word after the first failure, and save what they have when they are asked to end.
 const GRACE: Grace =
     Grace { after_failure: Duration::from_millis(200), after_term: Duration::from_secs(5), to_finish: None };
 
-/// Start a program once for every rank, with its rank in the environment, as torchrun does.
+/// Start a program once per rank, with rank and world size in the environment, as torchrun does.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Every process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and the job's
-secret in CROSSMESH_SECRET. What it prints is passed on behind its rank. The first failure ends all; its exit
-status is ours. The secret is generated, unless CROSSMESH_SECRET or CROSSMESH_SECRET_FILE give one.
+#[command(after_help = "Every process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT, and the job's secret in CROSSMESH_SECRET. What it prints is passed
+on behind its rank. The first failure ends all; its exit status is ours. The
+secret is generated, unless CROSSMESH_SECRET or CROSSMESH_SECRET_FILE give one.
 
 Examples:
   crossmesh launch -n 4 -- ./train
   crossmesh launch -n 8 --hosts node1,node2 -- ./train
-  crossmesh launch -n 8 --per-host 4 --emulate 400Mbit -- python3 train.py   # as root"
-)]
+  # as root
+  crossmesh launch -n 8 --per-host 4 --emulate 400Mbit -- python3 train.py")]
 pub struct Args {
     /// How many ranks
     #[arg(short, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
@@ -60,6 +62,13 @@ pub struct Args {
     /// What reaches a host
     #[arg(long, value_name = "COMMAND", default_value = "ssh -o BatchMode=yes")]
     rsh: String,
+    // Said in full: what ranks print goes elsewhere then.
+    /// How the job ended as one JSON document; what ranks print goes to stderr, all of it
+    #[arg(long, help_heading = "Output")]
+    json: bool,
+    /// The same as --json, in the words of other commands
+    #[arg(long, value_enum, conflicts_with = "json", default_value_t, help_heading = "Output")]
+    format: Format,
     /// The program and its arguments
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<String>,
@@ -74,11 +83,47 @@ pub fn run(args: &Args) -> Result<Answer> {
     let hosts = Hosts::of(args)?;
     let processes =
         (0..args.n).map(|rank| process(args, &hosts, Rank(rank), &secret)).collect::<Result<_>>()?;
+    let as_json = args.json || args.format == Format::Json;
     // The job is declared last, so that its processes end before their hosts do.
-    let job = Job::start(processes, passed_on(), GRACE)?;
+    let job = Job::start(processes, passed_on(as_json), GRACE)?;
     let outcome = job.wait(&signals, None);
     tell(outcome);
+    if as_json {
+        output::print_json(&Ended::of(args, &hosts, outcome))?;
+    }
     Ok(Answer::Code(outcome.exit_code()))
+}
+
+/// How a job ended.
+#[derive(Debug, Serialize)]
+struct Ended {
+    schema: &'static str,
+    ranks: u32,
+    hosts: usize,
+    /// `done`, `failed`, `signalled` or `timed-out`.
+    outcome: &'static str,
+    /// The rank that failed first.
+    failed_rank: Option<Rank>,
+    exit_code: u8,
+}
+
+impl Ended {
+    fn of(args: &Args, hosts: &Hosts, outcome: Outcome) -> Self {
+        let (word, failed_rank) = match outcome {
+            Outcome::Done => ("done", None),
+            Outcome::Failed { rank, .. } => ("failed", Some(rank)),
+            Outcome::Signalled(_) => ("signalled", None),
+            Outcome::TimedOut => ("timed-out", None),
+        };
+        Self {
+            schema: "crossmesh.launch/1",
+            ranks: args.n,
+            hosts: hosts.places.last().map_or(0, |(host, ..)| host + 1),
+            outcome: word,
+            failed_rank,
+            exit_code: outcome.exit_code(),
+        }
+    }
 }
 
 /// Where the ranks run.
@@ -178,14 +223,14 @@ fn process(args: &Args, hosts: &Hosts, rank: Rank, secret: &Secret) -> Result<Pr
     })
 }
 
-/// Lines go where they came from, behind their rank.
-fn passed_on() -> OnLine {
-    Arc::new(|line: Line<'_>| {
+/// Lines go where they came from, behind their rank; or all to stderr, where stdout is for a document.
+fn passed_on(all_to_stderr: bool) -> OnLine {
+    Arc::new(move |line: Line<'_>| {
         let text = format!("[{}] {}\n", line.rank.0, line.text);
         // A reader that has seen enough does not end the job.
         let _ = match line.source {
-            Source::Stdout => std::io::stdout().write_all(text.as_bytes()),
-            Source::Stderr => std::io::stderr().write_all(text.as_bytes()),
+            Source::Stdout if !all_to_stderr => std::io::stdout().write_all(text.as_bytes()),
+            _ => std::io::stderr().write_all(text.as_bytes()),
         };
     })
 }

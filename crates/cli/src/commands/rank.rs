@@ -27,17 +27,20 @@ use serde::{Deserialize, Serialize};
 use crate::Answer;
 use crate::memory::GpuChoice;
 use crate::output;
-use crate::part::{Ending, Part, Summary, log, patience, write_record};
+use crate::part::{Ending, Part, Summary, log, met_s, patience, write_record};
 use crate::talk::Talked;
 use crate::task::Task;
 use crate::training::note::StepNote;
 
-/// Run one rank of a plan, a step, training or a model that talks; `crossmesh run`, `bench`, `train` and `generate` start these.
+/// Run one rank of a plan, a step, training or text generation; `crossmesh run`, `bench`, `train` and `generate` start these.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The plan document
-    #[arg(long, value_name = "FILE", required_unless_present_any = ["step", "sweep", "train", "generate"])]
+    /// The plan document, to be proven here
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["handed", "step", "sweep", "train", "generate"])]
     plan: Option<PathBuf>,
+    /// This rank's part of what the process that starts it has proven
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["plan", "step", "sweep", "train", "generate"])]
+    handed: Option<PathBuf>,
     /// The document of a training step
     #[arg(long, value_name = "FILE", conflicts_with = "plan")]
     step: Option<PathBuf>,
@@ -95,10 +98,11 @@ pub fn run(args: &Args) -> Result<Answer> {
     let place = place(&Flags::default(), &variables)?;
     let secret = Secret::from_variables(&variables)?.context("no secret was given to this rank")?;
     let secret = secret.protecting(Protect::from_variables(&variables)?);
-    let task = match (&args.train, &args.generate) {
-        (Some(path), _) => Task::read_training(path, Arc::new(|note| say(&Said::Step(note))))?,
-        (None, Some(path)) => Task::read_talk(path, Arc::new(|talked| say(&Said::Talked(talked))))?,
-        (None, None) => Task::read(args.plan.as_deref(), args.step.as_deref(), args.sweep.as_deref())?,
+    let task = match (&args.handed, &args.train, &args.generate) {
+        (Some(path), ..) => Task::read_handed(path)?,
+        (None, Some(path), _) => Task::read_training(path, Arc::new(|note| say(&Said::Step(note))))?,
+        (None, None, Some(path)) => Task::read_talk(path, Arc::new(|talked| say(&Said::Talked(talked))))?,
+        (None, None, None) => Task::read(args.plan.as_deref(), args.step.as_deref(), args.sweep.as_deref())?,
     };
     let arrive = Deadline::after(Duration::from_millis(args.arrive_ms));
     let ending = Ending::new(|abort| say(&Said::Abort(abort.clone())));
@@ -110,6 +114,7 @@ pub fn run(args: &Args) -> Result<Answer> {
     let part = Part {
         task: &task,
         rank,
+        met_s: met_s(&variables),
         repeat: args.repeat,
         deadline_ms: args.deadline_ms,
         flight: args.records.as_ref().map(|folder| flight_file(folder, rank)),

@@ -21,8 +21,9 @@ use serde::Serialize;
 use crate::Answer;
 use crate::chrome;
 use crate::input::{HostArgs, PlanArgs, PlanFile, ProblemArgs, is_program, read_plan, read_text};
+use crate::machine;
 use crate::memory::Memory;
-use crate::output::{self, Format, Progress, count};
+use crate::output::{self, Format, FormatArgs, Progress, count};
 use crate::predict::{Prediction, Violation, proven};
 use crate::runner::{Measured, RunOptions, Started, Work, run_plan, run_work};
 use crate::summary;
@@ -33,20 +34,23 @@ pub const CLUSTER_RATES: &str = "cluster";
 
 /// Run a reshard for real, one process per rank, and check every element.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Without --emulate the processes talk over loopback, whatever the NICs of the cluster are.
+#[command(after_help = "Without --emulate the processes talk over loopback, whatever the NICs of the
+cluster are.
 
-Started as a rank by `crossmesh launch`, torchrun, srun or mpirun, it takes that rank's part in the plan instead of
-starting processes; the first rank prints the result. Ranks meet at MASTER_ADDR and MASTER_PORT, or where the launcher
-lets us find out; CROSSMESH_MASTER=HOST:PORT goes before both. CROSSMESH_SECRET keeps strangers out.
+Started as a rank by `crossmesh launch`, torchrun, srun or mpirun, it takes that
+rank's part in the plan instead of starting processes; the first rank prints the
+result. Ranks meet at MASTER_ADDR and MASTER_PORT, or where the launcher lets us
+find out; CROSSMESH_MASTER=HOST:PORT goes before both. CROSSMESH_SECRET keeps
+strangers out.
 
 Examples:
   crossmesh run 'f32[1024,1024]@A{tp:2}(tp,_)' 'f32[1024,1024]@B{tp:3}(_,tp)'
-  crossmesh run 'f32[4096,4096]@A{tp:4}(tp,_)' 'f32[4096,4096]@B{dp:2,tp:4}(_,_)' --emulate 400Mbit --repeat 5   # as root
+  # as root
+  crossmesh run 'f32[4096,4096]@A{tp:4}(tp,_)' \\
+      'f32[4096,4096]@B{dp:2,tp:4}(_,_)' --emulate 400Mbit --repeat 5
   crossmesh run plan.json --cluster cluster.toml --emulate cluster --format json
   crossmesh launch -n 5 --hosts node1,node2 -- crossmesh run plan.json
-  srun -n 5 crossmesh run plan.json"
-)]
+  srun -n 5 crossmesh run plan.json")]
 pub struct Args {
     #[command(flatten)]
     problem: ProblemArgs,
@@ -54,14 +58,13 @@ pub struct Args {
     plan: PlanArgs,
     #[command(flatten)]
     run: RunArgs,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
     /// Write how far every op of every rank was in the end, for `explain --flight`
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     flight: Option<PathBuf>,
     /// Also write when every op ran, measured above predicted, as a Chrome trace for Perfetto
-    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    #[arg(long, alias = "perfetto", value_name = "FILE", help_heading = "Output")]
     trace: Option<PathBuf>,
 }
 
@@ -149,11 +152,18 @@ struct Report {
     transport: Option<&'static str>,
     /// The rate that NICs were shaped to; `cluster` where they differ; missing on loopback.
     emulated: Option<String>,
+    /// What was assumed of hosts that nobody described, where people should know it.
+    assumed: Option<String>,
     bytes: u64,
+    /// From the start until everybody was in, where the launcher says when that was.
+    met_s: Option<f64>,
     measured_s: Vec<f64>,
     median_s: f64,
     predicted_s: f64,
     lower_bound_s: f64,
+    /// The machine whose times these are; of a job, that of its first rank.
+    machine: String,
+    /// Missing where the NICs of the prediction were not there: neither emulated nor of a cluster that was measured.
     over_bound: Option<f64>,
     over_predicted: Option<f64>,
     verified: bool,
@@ -203,7 +213,7 @@ pub fn run(mut args: Args) -> Result<Answer> {
         output::write_file(path, &chrome::render_measured(&prediction, trace)?)?;
     }
     let report = report(&args, &prediction, measured);
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&render(&prediction, &report))?,
         Format::Json => output::print_json(&report)?,
     }
@@ -213,7 +223,11 @@ pub fn run(mut args: Args) -> Result<Answer> {
 /// The plan to run, proven and predicted: from a file, or made now.
 fn predict(args: &Args) -> Result<Prediction> {
     match document_file(&args.problem) {
-        None => Prediction::of_problem(&args.problem.problem()?, &args.plan.options()?),
+        None => {
+            let problem = args.problem.problem()?;
+            let assumed = args.problem.assumption(&problem);
+            Ok(Prediction::of_problem(&problem, &args.plan.options()?)?.assuming(assumed))
+        }
         Some(path) if args.problem.dst_rank_offset.is_some() => {
             bail!(
                 "the ranks of {} are planned already\nhint: give --dst-rank-offset when planning",
@@ -252,22 +266,24 @@ fn run_program(args: &Args, path: &Path, options: &RunOptions) -> Result<Answer>
         bytes: program.proof().bytes,
         median_s,
         predicted_s: trace.makespan_s,
+        machine: machine::machine(),
         verified,
         peak_extra_bytes: program.proof().peak_extra_bytes,
         measured_s: measured.seconds,
         wrong: measured.wrong,
     };
-    match args.format {
+    match args.format.get() {
         Format::Json => output::print_json(&report)?,
         Format::Text => {
             let wrong: String = report.wrong.iter().map(|w| format!("wrong        {w}\n")).collect();
             let checked = if verified { "every element checked" } else { "a goal is wrong" };
             output::print(&format!(
-                "run program {}, {} in {} messages, {}\n{wrong}median       {}; {checked}\n",
+                "run program {}, {} in {} messages, {}\nmachine      measured on {}\n{wrong}median       {}; {checked}\n",
                 name(),
                 Bytes(report.bytes),
                 program.proof().transfers,
                 count(report.ranks, "rank"),
+                report.machine,
                 Seconds(median_s),
             ))?;
         }
@@ -285,6 +301,7 @@ struct ProgramReport {
     measured_s: Vec<f64>,
     median_s: f64,
     predicted_s: f64,
+    machine: String,
     verified: bool,
     wrong: Vec<String>,
     peak_extra_bytes: u64,
@@ -307,13 +324,14 @@ fn read_proven_plan(path: &Path, hosts: &HostArgs) -> Result<Prediction> {
             Violation::from(error.renumbered(|t| doc.id_of(t)))
         )
     })?;
+    let assumed = doc.assumed.clone().filter(|_| hosts.cluster.is_none());
     let mut cluster = hosts.described()?.unwrap_or_else(|| plan.problem.cluster.clone());
     hosts.adjust(&mut cluster)?;
     let num_ranks = plan.problem.topology.num_ranks();
     super::simulate::move_to(&mut plan, cluster)?;
     let program = if plan.problem.topology.num_ranks() == num_ranks { program } else { proven(&plan)? };
     let bound = lower_bound(&plan.problem).context("no lower bound")?;
-    Prediction::of_program(plan, program, bound)
+    Ok(Prediction::of_program(plan, program, bound)?.assuming(assumed))
 }
 
 fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
@@ -326,10 +344,7 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
         Started::ByOthers { launcher, hosts, transport } => (hosts, Some(launcher), Some(transport)),
     };
     let median_s = measured.median_s();
-    // Loopback is none of the NICs that are assumed where nobody described any.
-    let said = &args.problem.hosts;
-    let described = said.cluster.is_some() || said.nic.is_some();
-    let comparable = args.run.emulate.is_some() || described;
+    let comparable = machine::comparable(&problem.cluster, args.run.emulate.is_some());
     let finite = |ratio: f64| Some(ratio).filter(|r| comparable && r.is_finite());
     Report {
         schema: "crossmesh.run/1",
@@ -339,10 +354,13 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
         launcher,
         transport,
         emulated: args.run.emulate.clone(),
+        assumed: prediction.assumed.clone(),
         bytes: problem.reshards.iter().map(|r| r.src.layout.bytes()).sum(),
+        met_s: measured.met_s,
         median_s,
         predicted_s: prediction.seconds(),
         lower_bound_s: prediction.bound.seconds,
+        machine: machine::machine(),
         over_bound: finite(output::ratio(median_s, prediction.bound.seconds)),
         over_predicted: finite(output::ratio(median_s, prediction.seconds())),
         verified: measured.verified(),
@@ -360,6 +378,9 @@ fn report(args: &Args, prediction: &Prediction, measured: Measured) -> Report {
 
 fn render(prediction: &Prediction, report: &Report) -> String {
     let mut text = format!("run {}\n", summary::headline(&prediction.plan));
+    if let Some(assumed) = &report.assumed {
+        let _ = writeln!(text, "  note: {assumed}");
+    }
     let place = format!("{} on {}", count(report.ranks, "process"), count(report.hosts, "host"));
     let place = place.replace("processs", "processes");
     let nics = match (report.launcher.zip(report.transport), report.emulated.as_deref()) {
@@ -371,10 +392,12 @@ fn render(prediction: &Prediction, report: &Report) -> String {
     let _ = writeln!(text, "  strategy {}, {place}, {nics}", report.strategy);
     let runs: Vec<String> = report.measured_s.iter().map(|s| Seconds(*s).to_string()).collect();
     let _ = writeln!(text, "measured     {}", runs.join(", "));
-    let elsewhere =
-        if report.over_predicted.is_some() { "" } else { ", on NICs that are assumed; these are others" };
+    let cluster = &prediction.plan.problem.cluster;
+    let comparable = machine::comparable(cluster, report.emulated.is_some());
+    let whose = machine::whose(&report.machine, cluster.measured.as_deref(), comparable);
+    let _ = writeln!(text, "machine      {whose}");
     let _ = writeln!(text, "lower bound  {}", Seconds(report.lower_bound_s));
-    let _ = writeln!(text, "predicted    {}{elsewhere}", Seconds(report.predicted_s));
+    let _ = writeln!(text, "predicted    {}", Seconds(report.predicted_s));
     if let Some(worst) = report.memory.iter().max_by_key(|m| (m.beyond(), std::cmp::Reverse(m.rank))) {
         let ExtraMemory { extra_bytes_measured, extra_bytes_proven, socket_bytes } = worst.extra;
         let _ = writeln!(

@@ -17,6 +17,7 @@ use crate::Answer;
 use crate::input::read_text;
 use crate::known::{Known, schedules};
 use crate::output;
+use crate::picture;
 use crate::report;
 use crate::timetable::{Timetable, causes, chrome, doc, draw, number, percent};
 
@@ -27,15 +28,20 @@ mod grid;
 #[derive(Debug, clap::Args)]
 #[command(
     args_conflicts_with_subcommands = true,
-    after_help = "Schedules: gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, zbv, v-half, v-min, v-zb, bpipe, dualpipev,
-minimal-window (the fewest microbatches in flight that hide the communication) and search (the best order found).
+    after_help = "Schedules: gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, zbv, v-half,
+v-min, v-zb, bpipe, dualpipev, minimal-window (the fewest microbatches in flight
+that hide the communication) and search (the best order found).
 
 Examples:
   crossmesh schedule 1f1b --stages 4 --microbatches 8
-  crossmesh schedule minimal-window --stages 4 --microbatches 16 --comm 0.75 --html schedule.html
-  crossmesh schedule search --stages 4 --microbatches 8 --f 1,1,1,2 --memory-cap 3
-  crossmesh schedule zbv --stages 4 --microbatches 8 --format csv     # for torch's _PipelineScheduleRuntime
-  crossmesh schedule 1f1b --stages 4 --microbatches 8 --speed 1,1,0.5,1   # a slow device
+  crossmesh schedule minimal-window --stages 4 --microbatches 16 --comm 0.75 \\
+      --html schedule.html
+  crossmesh schedule search --stages 4 --microbatches 8 --f 1,1,1,2 \\
+      --memory-cap 3
+  # for torch's _PipelineScheduleRuntime
+  crossmesh schedule zbv --stages 4 --microbatches 8 --format csv
+  # a slow device
+  crossmesh schedule 1f1b --stages 4 --microbatches 8 --speed 1,1,0.5,1
   crossmesh schedule --file mine.csv --comm 0.5
   crossmesh schedule compare --stages 8 --microbatches 32 --comm 0.25"
 )]
@@ -67,9 +73,12 @@ struct OneArgs {
     /// Text for people, one JSON document, or torch's CSV: of passes alone, or with sends and receives
     #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
+    /// The same as --format json
+    #[arg(long, conflicts_with = "format", help_heading = "Output")]
+    json: bool,
     #[command(flatten)]
     pictures: PictureArgs,
-    /// Also write the timeline as a figure for a paper: an SVG, 85 mm wide
+    /// Also write the timeline as a figure for a paper: an SVG, 85 mm wide, or a PDF where its name ends so
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     svg: Option<PathBuf>,
     /// Also write the step as a Chrome trace, for Perfetto
@@ -223,15 +232,16 @@ pub fn run(args: &Args) -> Result<Answer> {
 fn run_one(args: &OneArgs) -> Result<Answer> {
     let table = timetable(args)?;
     if let Some(path) = &args.pictures.html {
-        output::write_file(path, &report::schedule::render(&table, report::provenance()))?;
+        output::write_file(path, report::schedule::render(&table, report::provenance()))?;
     }
     if let Some(path) = &args.svg {
-        output::write_file(path, &report::schedule::figure(&table))?;
+        picture::write(path, &report::schedule::figure(&table))?;
     }
     if let Some(path) = &args.trace {
         output::write_file(path, &chrome::render(&table).context("cannot write the trace")?)?;
     }
-    match args.format {
+    let format = if args.json { Format::Json } else { args.format };
+    match format {
         Format::Text => output::print(&render(&table, usize::from(args.pictures.width)))?,
         Format::Json => output::print_json(&doc::document(&table))?,
         Format::Csv => output::print(&torch_csv::write(&table.schedule, Cells::Compute)?)?,
@@ -297,6 +307,8 @@ fn render(table: &Timetable, width: usize) -> String {
     if !parts.is_empty() {
         let _ = writeln!(text, "bubble: {parts}; inside a step {}", percent(table.timed.inner_bubble()));
     }
+    let _ = writeln!(text, "busiest: {}", table.busiest_in_words());
+    let _ = writeln!(text, "critical path: {}", table.path_in_words());
     if table.bound > 0.0 {
         let _ = writeln!(
             text,

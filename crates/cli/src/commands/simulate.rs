@@ -19,7 +19,8 @@ use crate::Answer;
 use crate::chrome;
 use crate::input::{Document, HostArgs, read_document};
 use crate::links::{self, Row};
-use crate::output::{self, Format, count};
+use crate::output::{self, Format, FormatArgs, count};
+use crate::path::{self, PathRow};
 use crate::predict::{Prediction, Violation};
 use crate::summary;
 use crate::tensors::{self, TensorRow};
@@ -29,8 +30,10 @@ use crate::tensors::{self, TensorRow};
 #[command(after_help = "Examples:
   crossmesh simulate plan.json
   crossmesh simulate plan.json --nic 100Gbit --latency 10us
-  crossmesh simulate step.json --coarse          # of `crossmesh bench pipeline --predict --steps DIR`
-  crossmesh simulate plan.json --cluster other.toml --trace trace.json   # open it in ui.perfetto.dev")]
+  # a step that `crossmesh bench pipeline --predict --steps DIR` wrote
+  crossmesh simulate step.json --coarse
+  # open it in ui.perfetto.dev
+  crossmesh simulate plan.json --cluster other.toml --trace trace.json")]
 pub struct Args {
     /// A document of a plan, of a program or of a training step; `-` reads stdin
     #[arg(value_name = "PLAN")]
@@ -40,11 +43,10 @@ pub struct Args {
     coarse: bool,
     #[command(flatten)]
     hosts: HostArgs,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
     /// Also write the run as a Chrome trace, for Perfetto
-    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    #[arg(long, alias = "perfetto", value_name = "FILE", help_heading = "Output")]
     trace: Option<PathBuf>,
 }
 
@@ -62,6 +64,8 @@ struct Simulation {
     links: Vec<LinkReport>,
     /// Largest first.
     tensors: Vec<TensorRow>,
+    /// Who kept whom waiting, from the start to the end.
+    critical_path: Vec<PathRow>,
 }
 
 #[derive(Debug, Serialize)]
@@ -73,7 +77,7 @@ struct LinkReport {
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
-    let (mut plan, doc) = match read_document(&args.plan)? {
+    let (plan, doc) = match read_document(&args.plan)? {
         Document::Step(doc) => return step::simulate_step(args, &doc),
         _ if args.coarse => {
             bail!("--coarse: {} is not a training step\nhint: leave --coarse out", args.plan.display())
@@ -94,17 +98,22 @@ pub fn run(args: &Args) -> Result<Answer> {
         None => plan.problem.cluster.clone(),
     };
     args.hosts.adjust(&mut cluster)?;
-    move_to(&mut plan, cluster)?;
-    let bound = lower_bound(&plan.problem).context("no lower bound")?;
-    let prediction = Prediction::of_program(plan, program, bound)?;
+    let prediction = predict_on(plan, program, cluster)?;
     if let Some(path) = &args.trace {
         output::write_file(path, &chrome::render(&prediction).context("cannot write the trace")?)?;
     }
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&render(&prediction))?,
-        Format::Json => output::print_json(&simulation(&prediction))?,
+        Format::Json => output::print(&document(&prediction)?)?,
     }
     Ok(Answer::Yes)
+}
+
+/// Predicts a plan that was proven, on this cluster.
+pub fn predict_on(mut plan: Plan, program: Verified, cluster: Cluster) -> Result<Prediction> {
+    move_to(&mut plan, cluster)?;
+    let bound = lower_bound(&plan.problem).context("no lower bound")?;
+    Prediction::of_program(plan, program, bound)
 }
 
 /// Predicts a program: on its own cluster, or on another.
@@ -114,8 +123,10 @@ fn simulate_program(args: &Args, doc: &ProgramDoc) -> Result<Answer> {
     let program = Verified::program(program).map_err(|error| {
         anyhow::anyhow!("{}: the program breaks a law: {}", name(), Violation::from(error))
     })?;
-    let own = doc.to_cluster().with_context(name)?;
-    let cluster = args.hosts.described()?.or(own);
+    let cluster = match args.hosts.described()? {
+        Some(described) => Some(described),
+        None => doc.to_cluster().with_context(name)?,
+    };
     let Some(mut cluster) = cluster else {
         bail!("{} does not say where its ranks are\nhint: give --cluster", name());
     };
@@ -129,7 +140,7 @@ fn simulate_program(args: &Args, doc: &ProgramDoc) -> Result<Answer> {
     }
     let trace = simulate(&program, &cluster).context("the program cannot be simulated")?;
     let (seconds, bytes) = (trace.makespan_s, program.proof().bytes);
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&format!(
             "simulate program {}, {} in {} messages\npredicted    {}\n",
             name(),
@@ -161,11 +172,12 @@ pub fn move_to(plan: &mut Plan, cluster: Cluster) -> Result<()> {
     Ok(())
 }
 
-fn render(prediction: &Prediction) -> String {
+pub fn render(prediction: &Prediction) -> String {
     let plan = &prediction.plan;
     let mut text = format!("simulate {}\n", summary::headline(plan));
     let _ = writeln!(text, "  strategy {}, {}", plan.strategy, summary::place(&plan.problem));
     text += &summary::busiest_links(prediction, 8);
+    text += &path::render(prediction);
     let reason = &prediction.bound.reason;
     let colon = if reason.is_empty() { "" } else { ": " };
     let _ = writeln!(text, "lower bound  {}{colon}{reason}", Seconds(prediction.bound.seconds));
@@ -174,10 +186,11 @@ fn render(prediction: &Prediction) -> String {
     text
 }
 
-fn simulation(prediction: &Prediction) -> Simulation {
+/// The answer as the document `crossmesh.simulation/1`.
+pub fn document(prediction: &Prediction) -> Result<String> {
     let mut rows = links::one_by_one(&prediction.plan.problem, &prediction.trace);
     links::sort_busiest(&mut rows);
-    Simulation {
+    output::to_json(&Simulation {
         schema: "crossmesh.simulation/1",
         strategy: prediction.plan.strategy.clone(),
         predicted_s: prediction.seconds(),
@@ -187,7 +200,8 @@ fn simulation(prediction: &Prediction) -> Simulation {
         peak_extra_bytes: prediction.peak_extra_bytes(),
         links: rows.into_iter().map(LinkReport::from).collect(),
         tensors: tensors::rows(prediction).0,
-    }
+        critical_path: path::rows(prediction),
+    })
 }
 
 impl From<Row> for LinkReport {

@@ -2,28 +2,33 @@
 
 mod summary;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use crossmesh_checkpoint::Format as Kind;
 use crossmesh_comm::protect::Protect;
+use crossmesh_core::printable::printable;
 use crossmesh_core::units::parse_seconds;
-use crossmesh_train::checkpoint::Store;
+use crossmesh_train::checkpoint::{MANIFEST, Store};
 use crossmesh_train::config::{Config, NonFinite};
 
 use crate::Answer;
-use crate::commands::checkpoint::find;
+use crate::commands::checkpoint::find_any;
 use crate::commands::run::{CLUSTER_RATES, protection};
 use crate::files;
 use crate::input::read_text;
 use crate::joined;
 use crate::memory::Memory;
-use crate::output::{self, Format, Progress};
+use crate::output::{self, Format, FormatArgs, Progress};
+use crate::picture;
 use crate::report;
 use crate::runner::{Measured, RunFailed, RunOptions, Work, run_work};
 use crate::task::Task;
 use crate::training::board::{Board, Facts, Seen};
+use crate::training::device::{self, Gpus};
 use crate::training::dry::{self, DryRun};
 use crate::training::resume::{From, lies_in};
 use crate::training::{Training, timeline};
@@ -34,31 +39,34 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Train a model across meshes of ranks, as a config says.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Keys of a config are in docs/train-config.md. A run writes metrics.jsonl (a line a step), report.html, config.toml and
-checkpoints into its folder, runs/NAME unless the config says otherwise.
+#[command(after_help = "Keys of a config are in docs/train-config.md. A run writes metrics.jsonl (a line
+a step), report.html, config.toml and checkpoints into its folder, runs/NAME
+unless the config says otherwise.
 
-Started as a rank by `crossmesh launch`, torchrun, srun or mpirun, it takes that rank's part instead of starting processes.
+Started as a rank by `crossmesh launch`, torchrun, srun or mpirun, it takes that
+rank's part instead of starting processes.
 
 Examples:
   crossmesh train examples/gpt-mini.toml
-  crossmesh train examples/gpt-mini.toml --dry-run --set stage.1.mesh='dp 2, tp 2'
+  crossmesh train examples/gpt-mini.toml --dry-run \\
+      --set stage.1.mesh='dp 2, tp 2'
   crossmesh train my.toml --set checkpoint.every=100 --restarts 3
   crossmesh train my.toml --resume --set train.steps=2000
-  torchrun --nproc-per-node 4 --no-python crossmesh train examples/gpt-mini.toml"
-)]
+  torchrun --nproc-per-node 4 --no-python crossmesh train examples/gpt-mini.toml")]
 pub struct Args {
     /// The config (TOML)
     #[arg(value_name = "CONFIG", required_unless_present = "resume")]
     config: Option<PathBuf>,
-    /// Put a value over the config's, such as `train.steps=10` or `stage.0.mesh=dp 2`; may be given several times
+    /// Override a value of the config, such as `train.steps=10` or `stage.0.mesh=dp 2`; may be given several times
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// Go on from the newest checkpoint of the run, or from this one, or the newest of this folder
+    /// Continue from the newest checkpoint of the run, or from this one, or the newest of this folder; of any format that says where the
+    /// run was, as `checkpoint convert` from ours leaves it
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     resume: Option<Option<PathBuf>>,
-    /// Start a run of its own with the weights of this checkpoint, or of the newest of this folder
-    #[arg(long, value_name = "DIR", conflicts_with = "resume")]
+    /// Start a run of its own with the weights of this checkpoint, or of the newest of this folder: ours, Hugging Face's, torch DCP's or
+    /// Megatron's
+    #[arg(long, value_name = "PATH", conflicts_with = "resume")]
     from: Option<PathBuf>,
     /// When a rank dies, start again from the newest checkpoint, up to so often
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -78,6 +86,15 @@ pub struct Args {
     /// How long nothing may move before the run is given up [default: 120s]
     #[arg(long, value_name = "TIME", help_heading = "Running")]
     deadline: Option<String>,
+    /// What ranks compute with: `cpu`, `cuda` (a GPU each) or `auto`; the same as --set train.device=...
+    #[arg(long, value_name = "DEVICE", help_heading = "Running")]
+    device: Option<String>,
+    /// On a GPU, take the same algorithms in every run, so that the same bits come out; the same as --set train.deterministic=true
+    #[arg(long, help_heading = "Running")]
+    deterministic: bool,
+    /// Ranks may share GPUs
+    #[arg(long, help_heading = "Running")]
+    share_gpus: bool,
     /// Start the processes here, even where torchrun, Slurm or mpirun started this one as a rank of a job
     #[arg(long, help_heading = "Running")]
     standalone: bool,
@@ -85,16 +102,12 @@ pub struct Args {
     /// same on all ranks [default: what CROSSMESH_PROTECT says, or none]
     #[arg(long, value_name = "WAY", help_heading = "Running")]
     protect: Option<Protect>,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
-    /// The same as --format json
-    #[arg(long, help_heading = "Output")]
-    json: bool,
+    #[command(flatten)]
+    format: FormatArgs,
     /// Write the report here [default: report.html in the run's folder]
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
-    /// Also write the loss as a figure for a paper: an SVG, 85 mm wide
+    /// Also write the loss as a figure for a paper: an SVG, 85 mm wide, or a PDF where its name ends so
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     svg: Option<PathBuf>,
 }
@@ -103,10 +116,6 @@ pub struct Args {
 type Resume = Option<Option<PathBuf>>;
 
 impl Args {
-    fn format(&self) -> Format {
-        if self.json { Format::Json } else { self.format }
-    }
-
     /// The config, and what to go on from. What stands behind `--resume` may be either: a config is a file, a checkpoint a folder.
     fn asked(&self) -> Result<(PathBuf, Resume)> {
         match (&self.config, &self.resume) {
@@ -127,20 +136,24 @@ impl Args {
 
     /// The command that goes on with the run.
     fn to_go_on(&self) -> String {
-        let quoted = |set: &String| match set.contains([' ', '"', '\'', '$', '*', '[']) {
-            true => format!(" --set '{}'", set.replace('\'', "'\\''")),
-            false => format!(" --set {set}"),
-        };
         let config = self.config.as_deref().or(self.resume.as_ref().and_then(|r| r.as_deref()));
-        let sets: String = self.sets.iter().map(quoted).collect();
-        format!("crossmesh train {}{sets} --resume", config.unwrap_or(Path::new("CONFIG")).display())
+        let config = quoted(&config.unwrap_or(Path::new("CONFIG")).display().to_string());
+        let sets: String = self.all_sets().iter().map(|set| format!(" --set {}", quoted(set))).collect();
+        format!("crossmesh train {config}{sets} --resume")
+    }
+
+    /// What is put over the config's values, by whatever flag.
+    fn all_sets(&self) -> Vec<String> {
+        let device = self.device.iter().map(|device| format!("train.device={device}"));
+        let same = self.deterministic.then(|| "train.deterministic=true".into());
+        self.sets.iter().cloned().chain(device).chain(same).collect()
     }
 
     fn nic(&self) -> Option<&str> {
         self.emulate.as_deref().filter(|rate| *rate != CLUSTER_RATES)
     }
 
-    fn options(&self) -> Result<RunOptions> {
+    fn options(&self, memory: Memory) -> Result<RunOptions> {
         let time = |text: &str, flag| {
             let seconds = parse_seconds(text).context(flag)?;
             let time = Duration::try_from_secs_f64(seconds).ok().filter(|d| !d.is_zero());
@@ -157,16 +170,25 @@ impl Args {
             standalone: self.standalone,
             protect: protection(self.protect)?,
             spare_ranks: false,
-            memory: Memory::Host,
-            share_gpus: false,
+            memory,
+            share_gpus: self.share_gpus,
         })
+    }
+}
+
+/// A word as a shell takes it.
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "-_./=:,+@%".contains(c);
+    match !word.is_empty() && word.chars().all(plain) {
+        true => word.into(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
     }
 }
 
 pub fn run(args: &Args) -> Result<Answer> {
     let (path, resume) = args.asked()?;
     let text = read_text(&path)?;
-    let config = Config::read(&path.display().to_string(), &text, &args.sets)?;
+    let config = Config::read(&path.display().to_string(), &text, &args.all_sets())?;
     if args.print_config || args.dry_run {
         let training = Training::open(config, args.nic(), None, Arc::new(|_| {}))?;
         return look(args, &training);
@@ -180,7 +202,7 @@ fn look(args: &Args, training: &Training) -> Result<Answer> {
         return Ok(Answer::Yes);
     }
     let dry = DryRun::of(training)?;
-    match args.format() {
+    match args.format.get() {
         Format::Text => output::print(&dry::render(&dry))?,
         Format::Json => output::print_json(&dry)?,
     }
@@ -188,7 +210,6 @@ fn look(args: &Args, training: &Training) -> Result<Answer> {
 }
 
 fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
-    let options = args.options()?;
     let me = joined::rank_of_job(args.standalone)?;
     if me.is_some() && args.restarts > 0 {
         bail!(
@@ -199,6 +220,7 @@ fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
     let folder = PathBuf::from(&config.log.folder);
     let html = args.html.clone().unwrap_or_else(|| folder.join("report.html"));
     if writes {
+        args.svg.as_deref().map_or(Ok(()), picture::check)?;
         for path in [&args.html, &args.svg].into_iter().flatten() {
             files::check_folder_of(path)?;
         }
@@ -214,21 +236,25 @@ fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
         );
     }
     let first = Training::open(config, args.nic(), None, Arc::new(|_| {}))?;
+    let gpus = device::choose(&first, me.is_some(), args.share_gpus)?;
+    let options = args.options(if gpus.is_some() { Memory::Cuda } else { Memory::Host })?;
     let changes = from.as_ref().map(|from| from.check(&first)).transpose()?.unwrap_or_default();
-    let board = Arc::new(Board::new(facts(&first, me.is_some())));
+    let board = Arc::new(Board::new(facts(&first, me.is_some(), gpus.as_ref())));
     let metrics = folder.join("metrics.jsonl");
     let resumed_at = from.as_ref().map_or(0, |f| f.step);
     // Held until the run is over.
-    let _lock = if writes { Some(files::lock_folder(&folder)?) } else { None };
+    let _locks = if writes { lock_folders(&first.config)? } else { vec![] };
     if writes {
         refuse_to_overwrite(from.as_ref(), &first.config, &metrics)?;
         files::write(&folder.join("config.toml"), &first.doc.config)?;
         board.open(&metrics, resumed_at)?;
         output::remark(&format!("{}\n{}", first.about(), first.data.describe()));
+        gpus.iter().for_each(|gpus| output::remark(&gpus.to_string()));
         if let Some(from) = &from {
             output::remark(&where_it_goes_on(from, &changes));
         }
     }
+    let at_start = if args.restarts > 0 { newest_of(&store(&first.config))? } else { None };
     let mut restarts = 0;
     let outcome = loop {
         let training = with_board(&first, from.as_ref(), &board, writes.then_some(&html));
@@ -237,7 +263,7 @@ fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
             Err(error) if restarts < args.restarts && can_restart(&error) => {
                 restarts += 1;
                 let reached = board.steps();
-                from = restart_from(&training, from, resumed_at)?;
+                from = restart_from(&training, from, &at_start)?;
                 let step = from.as_ref().map_or(0, |f| f.step);
                 board.open(&metrics, step)?;
                 output::remark(&format!(
@@ -248,23 +274,31 @@ fn train(args: &Args, config: Config, resume: &Resume) -> Result<Answer> {
             Err(error) => break Err(error),
         }
     };
-    let seen = board.close()?;
-    if writes && !seen.metrics.is_empty() {
-        let page = timeline::report(&first, &seen, board.facts.tokens.is_some());
-        output::write_file(&html, &report::train::render(&page, report::provenance()))?;
-        if let Some(path) = &args.svg {
-            output::write_file(path, &report::train::figure(&page))?;
+    let told = board.close().and_then(|seen| {
+        if writes && !seen.metrics.is_empty() {
+            let page = timeline::report(&first, &seen, board.facts.tokens.is_some());
+            output::write_file(&html, report::train::render(&page, report::provenance()))?;
+            if let Some(path) = &args.svg {
+                picture::write(path, &report::train::figure(&page))?;
+            }
         }
-    }
-    let measured = outcome?;
+        Ok(seen)
+    });
+    let measured = outcome.inspect_err(|_| {
+        // Why the run failed matters more.
+        if let Err(error) = &told {
+            output::remark(&format!("warning: {error:#}"));
+        }
+    })?;
+    let seen = told?;
     if !writes {
         return Ok(Answer::Yes);
     }
     stopped(args, &first, &seen)?;
     let mut summary = summary(&first, &seen, resumed_at, restarts, (metrics, html));
     summary.memory = memory(&first, &measured)?;
-    match args.format() {
-        Format::Text => output::print(&render(&summary, &board.facts))?,
+    match args.format.get() {
+        Format::Text => output::print(&printable(&render(&summary, &board.facts)))?,
         Format::Json => output::print_json(&summary)?,
     }
     if summary.steps < first.config.train.steps {
@@ -296,7 +330,10 @@ fn stopped(args: &Args, training: &Training, seen: &Seen) -> Result<()> {
 
 /// What a run goes on from, for people.
 fn where_it_goes_on(from: &From, changes: &[String]) -> String {
-    let folder = from.folder.display();
+    let folder = match from.format {
+        Kind::Crossmesh => from.folder.display().to_string(),
+        other => format!("{} ({other})", from.folder.display()),
+    };
     let what = match from.weights_only {
         true => format!("it starts with the weights of {folder}"),
         false => format!("it goes on behind step {} of {folder}, at sample {}", from.step, from.samples),
@@ -314,7 +351,7 @@ fn store(config: &Config) -> Store {
 fn starting_point(args: &Args, resume: &Resume, config: &Config) -> Result<Option<From>> {
     let store = store(config);
     match (resume, &args.from) {
-        (Some(Some(folder)), _) => From::open(&find(folder)?, false).map(Some),
+        (Some(Some(folder)), _) => From::open(&find_any(folder)?, false).map(Some),
         (Some(None), _) => match From::newest(&store)? {
             Some(from) => Ok(Some(from)),
             None => bail!(
@@ -322,9 +359,21 @@ fn starting_point(args: &Args, resume: &Resume, config: &Config) -> Result<Optio
                 store.folder().display()
             ),
         },
-        (None, Some(folder)) => From::open(&find(folder)?, true).map(Some),
+        (None, Some(folder)) => From::open(&find_any(folder)?, true).map(Some),
         (None, None) => Ok(None),
     }
+}
+
+/// Takes the run's folder, and that of its checkpoints, which may be elsewhere: two runs that save into one would mix what they write.
+fn lock_folders(config: &Config) -> Result<Vec<File>> {
+    let (log, saving) = (Path::new(&config.log.folder), &config.saving);
+    let mut locks = vec![files::lock_folder(log, "log.folder=runs/another")?];
+    let (store, saves) = (Path::new(&saving.folder), saving.every > 0 || saving.last);
+    let real = |folder: &Path| folder.canonicalize().ok();
+    if saves && (real(store).is_none() || real(store) != real(log)) {
+        locks.push(files::lock_folder(store, "checkpoint.folder=runs/another/checkpoints")?);
+    }
+    Ok(locks)
 }
 
 /// A run never writes over another one: only who goes on from a run's own checkpoint writes into its folder.
@@ -349,10 +398,25 @@ fn refuse_to_overwrite(from: Option<&From>, config: &Config, metrics: &Path) -> 
     Ok(())
 }
 
-/// Where to start again: from what this run saved, or from where it began.
-fn restart_from(training: &Training, from: Option<From>, resumed_at: u64) -> Result<Option<From>> {
-    let newer = From::newest(&store(&training.config))?.filter(|newer| newer.step >= resumed_at);
-    Ok(newer.or(from))
+/// What tells the newest checkpoint from others: where it is, and its manifest, which has the hash of every number.
+fn newest_of(store: &Store) -> Result<Option<(PathBuf, Vec<u8>)>> {
+    let Some(path) = store.latest()? else { return Ok(None) };
+    let manifest = files::read(&path.join(MANIFEST))?;
+    Ok(Some((path, manifest)))
+}
+
+/// Where to start again: from what this run saved, or, where that is nothing yet, from where it began. It may have gone back behind checkpoints that
+/// are still there.
+fn restart_from(
+    training: &Training,
+    from: Option<From>,
+    at_start: &Option<(PathBuf, Vec<u8>)>,
+) -> Result<Option<From>> {
+    let store = store(&training.config);
+    if newest_of(&store)? == *at_start {
+        return Ok(from);
+    }
+    Ok(From::newest(&store)?.or(from))
 }
 
 /// A failed run may be started again; one that somebody stopped may not, nor one that never could run.
@@ -360,8 +424,10 @@ fn can_restart(error: &anyhow::Error) -> bool {
     error.downcast_ref::<RunFailed>().is_some_and(RunFailed::is_by_accident)
 }
 
-fn facts(training: &Training, joined: bool) -> Facts {
+fn facts(training: &Training, joined: bool, gpus: Option<&Gpus>) -> Facts {
     let ranks = training.resolved.job.ranks();
+    let of_host = ranks.len() as f64 * training.config.operations_per_s();
+    let of_gpus = gpus.and_then(|gpus| gpus.operations_per_s(ranks.len()));
     Facts {
         // Of a job that somebody else started, every rank hears only itself while it runs.
         ranks: if joined { ranks[..1].to_vec() } else { ranks },
@@ -369,7 +435,7 @@ fn facts(training: &Training, joined: bool) -> Facts {
         batch: training.resolved.job.batch(),
         tokens: training.tokens(),
         operations: training.resolved.operations() * training.resolved.job.batch() as f64,
-        operations_per_s: training.resolved.job.ranks().len() as f64 * training.config.operations_per_s(),
+        operations_per_s: of_gpus.unwrap_or(of_host),
         every: training.config.log.every,
     }
 }
@@ -384,7 +450,7 @@ fn with_board(first: &Training, from: Option<&From>, board: &Arc<Board>, html: O
             return;
         };
         let page = timeline::report(&shown, &seen, board.facts.tokens.is_some());
-        if let Err(error) = output::write_file(path, &report::train::render(&page, report::provenance())) {
+        if let Err(error) = output::write_file(path, report::train::render(&page, report::provenance())) {
             output::remark(&format!("warning: {error:#}"));
         }
     };
@@ -403,4 +469,21 @@ fn run_once(training: &Training, options: &RunOptions) -> Result<Measured> {
         predicted_s: 0.0,
     };
     run_work(&work, options, &Progress::new())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quoted;
+
+    #[test]
+    fn a_command_to_go_on_can_be_pasted_into_a_shell() {
+        for word in
+            ["runs/a b/c.toml", "a;b", "x$(y)", "it's", "", "a\nb", "~", "größe", "a=\"b\"", "train.steps=10"]
+        {
+            let script = format!("printf %s {}", quoted(word));
+            let said = std::process::Command::new("sh").args(["-c", &script]).output().unwrap().stdout;
+            assert_eq!(String::from_utf8(said).unwrap(), word);
+        }
+        assert_eq!(quoted("train.steps=10"), "train.steps=10");
+    }
 }

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::Answer;
 use crate::input::{Document, read_document};
-use crate::output::{self, Format};
+use crate::output::{self, Format, FormatArgs};
 use crate::predict::Violation;
 
 /// Check that a plan, a program or a training step delivers every element exactly once, in an order that cannot get stuck.
@@ -21,15 +21,16 @@ use crate::predict::Violation;
 
 Examples:
   crossmesh verify plan.json
-  crossmesh verify program.json   # of `crossmesh explain … --program --format json`
-  crossmesh explain 'f32[8]@A{tp:2}(tp)' 'f32[8]@B{tp:2}(_)' --format json | crossmesh verify -")]
+  # what `crossmesh explain … --program --format json` printed
+  crossmesh verify program.json
+  crossmesh explain 'f32[8]@A{tp:2}(tp)' 'f32[8]@B{tp:2}(_)' --format json |
+      crossmesh verify -")]
 pub struct Args {
     /// A document of a plan, of a program or of a training step; `-` reads stdin
     #[arg(value_name = "PLAN")]
     plan: PathBuf,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 /// The verdict as JSON.
@@ -48,7 +49,7 @@ pub fn run(args: &Args) -> Result<Answer> {
         Document::Step(doc) => check_step(&doc).context(name.clone())?,
     };
     let ok = checked.is_ok();
-    match args.format {
+    match args.format.get() {
         Format::Json => {
             output::print_json(&Verdict { schema: "crossmesh.verdict/1", ok, violation: checked.err() })?;
         }
@@ -83,6 +84,8 @@ fn check_step(doc: &StepDoc) -> Result<Result<String, Violation>> {
 /// The same for a program: whatever can be read is judged.
 fn check_program(doc: &ProgramDoc) -> Result<Result<String, Violation>> {
     let program = doc.to_program()?;
+    // It proves nothing, and yet nobody could run on one that is none.
+    doc.to_cluster()?;
     Ok(match verify_program(&program) {
         Ok(Proof { transfers, bytes, peak_extra_bytes, .. }) => Ok(format!(
             "ok: every goal gets whole values, every read sees what it should: {bytes} B in {transfers} messages, no race, \

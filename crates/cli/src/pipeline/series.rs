@@ -27,9 +27,15 @@ pub enum Series {
     Eager,
     MinimalWindow,
     Signal,
+    /// A schedule with one stage a device, beside flow plans.
+    Scheduled(Name),
 }
 
+/// The schedules that are series beside the usual ones: one stage a device, and nobody keeps another's activations.
+const SCHEDULED: [Name; 4] = [Name::GPipe, Name::ZbH1, Name::ZbH2, Name::Search];
+
 impl Series {
+    /// What is compared where nobody says.
     pub const ALL: [Series; 7] = [
         Series::SendRecv,
         Series::AllGather,
@@ -42,14 +48,20 @@ impl Series {
 
     pub fn name(self) -> &'static str {
         match self {
-            Series::SendRecv => "send/recv",
-            Series::AllGather => "all-gather",
+            Series::SendRecv => "sendrecv",
+            Series::AllGather => "allgather",
             Series::Broadcast => "broadcast",
             Series::Overlap => "overlap",
             Series::Eager => "eager-1f1b",
             Series::MinimalWindow => "minimal-window",
             Series::Signal => "signal",
+            Series::Scheduled(name) => name.name(),
         }
+    }
+
+    /// All that can be asked for.
+    pub fn names() -> Vec<&'static str> {
+        Self::ALL.iter().copied().chain(SCHEDULED.map(Series::Scheduled)).map(Self::name).collect()
     }
 
     pub fn about(self) -> &'static str {
@@ -63,14 +75,37 @@ impl Series {
                 "as few microbatches in flight as hide the communication, flow plans beside compute"
             }
             Series::Signal => "1F1B, every message one byte: what no communication costs",
+            Series::Scheduled(Name::GPipe) => "all forwards, then all backwards; flow plans beside compute",
+            Series::Scheduled(Name::ZbH1) => {
+                "weight gradients fill the bubble, in the memory of 1F1B; flow plans beside compute"
+            }
+            Series::Scheduled(Name::ZbH2) => {
+                "weight gradients and more forwards fill the bubble; flow plans beside compute"
+            }
+            Series::Scheduled(_) => {
+                "the best order found for these passes and crossings, flow plans beside compute"
+            }
         }
     }
 
     pub fn parse(text: &str) -> Result<Self> {
-        let names = Self::ALL.map(Self::name).join(", ");
         let plain = |s: &str| s.to_lowercase().replace(['-', '/', '_'], "");
-        let found = Self::ALL.into_iter().find(|s| plain(s.name()) == plain(text));
-        found.ok_or_else(|| anyhow!("unknown series `{text}`\nhint: series are {names}"))
+        let all = Self::ALL.into_iter().chain(SCHEDULED.map(Series::Scheduled));
+        if let Some(found) = all.into_iter().find(|s| plain(s.name()) == plain(text)) {
+            return Ok(found);
+        }
+        let hint = format!("hint: series are {}", Self::names().join(", "));
+        match text.to_lowercase().parse::<Name>() {
+            // With flow plans beside compute, as all schedules are here.
+            Ok(Name::OneF1B) => Ok(Series::Overlap),
+            Ok(Name::BPipe) => bail!(
+                "bpipe keeps activations on other devices, and a case does not say how large they are\n{hint}"
+            ),
+            Ok(name) => {
+                bail!("{name} has two chunks a device, and a case has one stage on each\n{hint}")
+            }
+            Err(_) => Err(anyhow!("unknown series `{text}`\n{hint}")),
+        }
     }
 
     fn strategy(self) -> &'static str {
@@ -78,7 +113,11 @@ impl Series {
             Series::SendRecv => "sendrecv",
             Series::AllGather => "allgather",
             Series::Broadcast => "broadcast:greedy",
-            Series::Overlap | Series::Eager | Series::MinimalWindow | Series::Signal => "flow",
+            Series::Overlap
+            | Series::Eager
+            | Series::MinimalWindow
+            | Series::Signal
+            | Series::Scheduled(_) => "flow",
         }
     }
 
@@ -90,6 +129,7 @@ impl Series {
         match self {
             Series::Eager => Name::Eager1F1B,
             Series::MinimalWindow => Name::MinimalWindow,
+            Series::Scheduled(name) => name,
             _ => Name::OneF1B,
         }
     }
@@ -302,6 +342,7 @@ fn schedule(case: &Case, series: Series, scale: &Scale, hop_s: f64) -> Result<Sc
     let spec = Spec {
         work: case.stages.iter().map(work).collect::<Result<_>>()?,
         hop: Hop::both(hop_s),
+        chunks: Some(1),
         ..Spec::even(case.stages.len() as u32, case.microbatches)
     };
     Ok(generate(series.schedule(), &spec)?)
@@ -324,7 +365,21 @@ mod tests {
         for series in Series::ALL {
             assert_eq!(Series::parse(series.name()).unwrap(), series);
         }
-        assert_eq!(Series::parse("sendrecv").unwrap(), Series::SendRecv);
-        assert!(Series::parse("magic").unwrap_err().to_string().contains("series are send/recv"));
+        for name in SCHEDULED {
+            assert_eq!(Series::parse(name.name()).unwrap(), Series::Scheduled(name));
+        }
+        assert_eq!(Series::parse("1F1B").unwrap(), Series::Overlap);
+        for (name, why) in [("zbv", "two chunks"), ("bpipe", "keeps activations")] {
+            let error = Series::parse(name).unwrap_err().to_string();
+            assert!(error.contains(why) && error.contains("hint: series are "), "{error}");
+        }
+        for old in ["send/recv", "send-recv", "Send_Recv"] {
+            assert_eq!(Series::parse(old).unwrap(), Series::SendRecv);
+        }
+        assert_eq!(Series::parse("all-gather").unwrap(), Series::AllGather);
+        for series in [Series::SendRecv, Series::AllGather, Series::Broadcast] {
+            assert!(series.strategy().starts_with(series.name()), "one name for one thing");
+        }
+        assert!(Series::parse("magic").unwrap_err().to_string().contains("series are sendrecv"));
     }
 }

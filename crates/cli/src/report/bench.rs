@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use crossmesh_core::units::{Bytes, Seconds};
 
 use crate::commands::bench::{CaseResult, MeasuredTimes, Results, StrategyResult};
+use crate::machine;
 use crate::output::count;
 
 use super::{Page, card, escape};
@@ -22,10 +23,15 @@ pub fn render(results: &Results, provenance: Vec<String>) -> String {
         true => ("Predicted and measured time", " Below it what was measured: the median of all runs."),
         false => ("Predicted time", ""),
     };
+    let compared = measured(results).any(|(_, _, times)| times.over_predicted.is_some());
+    let whose = results
+        .machine
+        .as_ref()
+        .map_or(String::new(), |machine| format!(" {}.", escape(&machine::whose(machine, None, compared))));
     let _ = write!(
         body,
         "<h2>{head}</h2>\n<p class=\"note\">Seconds, and how many times the lower bound. The fastest prediction of a row is \
-         bold.{below}</p>\n<div class=\"panel\">\n"
+         bold.{below}{whose}</p>\n<div class=\"panel\">\n"
     );
     body += &table(results);
     body += "</div>\n<h2>Over the bound</h2>\n<p class=\"note\">A bar per strategy, in multiples of the case's lower \
@@ -35,6 +41,7 @@ pub fn render(results: &Results, provenance: Vec<String>) -> String {
     }
     body += "</div>\n";
     let mut footer = provenance;
+    footer.extend(results.machine.as_ref().map(|machine| format!("measured on {machine}")));
     footer.push(format!("suite {}, seed {}", results.suite, results.seed));
     Page {
         title: format!("Reshard strategies, suite {}", results.suite),
@@ -140,9 +147,11 @@ fn bars_of(case: &CaseResult) -> Vec<Bar<'_>> {
     let bars = case.strategies.iter().flat_map(|s| {
         let ours = s.strategy == "flow";
         let (plain, faint) = if ours { ("ours", "ours faint") } else { ("bar", "bar faint") };
-        let (class, word) = if s.measured.is_some() { (faint, " predicted") } else { (plain, "") };
+        // A time that is compared with no bound has no place on its scale.
+        let compared = s.measured.as_ref().filter(|m| m.over_bound.is_some());
+        let (class, word) = if compared.is_some() { (faint, " predicted") } else { (plain, "") };
         let predicted = Bar { strategy: s.strategy, over_bound: s.over_bound, class, word };
-        let measured = s.measured.as_ref().map(|m| {
+        let measured = compared.map(|m| {
             let word = if m.verified { " measured" } else { " measured, and WRONG" };
             Bar { strategy: "", over_bound: m.over_bound, class: plain, word }
         });
@@ -242,7 +251,15 @@ mod tests {
         };
         let worst_flow = Some(Worst { case: "a <case>".into(), over_bound: 1.0 });
         let (suite, about) = ("mine".into(), String::new());
-        Results { schema: "crossmesh.bench/1", suite, about, seed: 0, cases: vec![case], worst_flow }
+        Results {
+            schema: "crossmesh.bench/1",
+            suite,
+            about,
+            seed: 0,
+            machine: None,
+            cases: vec![case],
+            worst_flow,
+        }
     }
 
     #[test]
@@ -276,5 +293,23 @@ mod tests {
         assert!(!html.contains("WRONG"));
         results.cases[0].strategies[2].measured = Some(times(false));
         assert!(render(&results, vec![]).contains("WRONG"));
+    }
+
+    #[test]
+    fn loopback_is_not_compared_with_nics_that_were_not_there() {
+        let mut results = results();
+        results.machine = Some("a machine".into());
+        results.cases[0].strategies[2].measured = Some(MeasuredTimes {
+            measured_s: vec![0.015],
+            median_s: 0.015,
+            over_bound: None,
+            over_predicted: None,
+            verified: true,
+        });
+        let html = render(&results, vec![]);
+        assert!(html.contains("measured on a machine; the NICs of the prediction are others"));
+        assert!(html.contains("15.0 ms") && !html.contains("0.030"), "the time is there, no ratio");
+        assert_eq!(html.matches("class=\"ours\"").count(), 1, "a bar of the prediction alone");
+        assert!(!html.contains("×0.03") && !html.contains(" measured</text>"));
     }
 }

@@ -129,8 +129,8 @@ fn meaning(class: &str) -> (&'static str, &'static str, &'static str) {
         "pw odd" => ("#dcb874", "#000000", "W, every second chunk"),
         "pbw" => ("#6b5bb5", "#ffffff", "BW (both)"),
         "pbw odd" => ("#b3a9e0", "#000000", "BW, every second chunk"),
-        "act" => ("#c2418f", "#ffffff", "activations sent"),
-        "grad" => ("#6d8a1f", "#ffffff", "gradients sent"),
+        "act" => ("#b53b9d", "#ffffff", "activations sent"),
+        "grad" => ("#6a8526", "#ffffff", "gradients sent"),
         _ => ("#5d6678", "#ffffff", "other"),
     }
 }
@@ -155,7 +155,8 @@ pub fn gantt(gantt: &Gantt) -> String {
     let mark = gantt.bound.filter(|b| *b > 0.0 && *b <= gantt.end);
     let mark = mark.map(|bound| axis.mark(bound, y, &format!("bound {}", (gantt.unit)(bound))));
     let (key, key_height) = legend(y + SMALL + 3.0, &entries(&gantt.rows));
-    let svg = axis.ticks(y, gantt.unit) + &body + &mark.unwrap_or_default() + &key;
+    // The bound is behind the bars: it would cross their numbers.
+    let svg = axis.ticks(y, gantt.unit) + &mark.unwrap_or_default() + &body + &key;
     frame(&gantt.about, y + SMALL + 3.0 + key_height, &svg)
 }
 
@@ -233,7 +234,8 @@ fn link_colour(kind: Kind) -> (&'static str, &'static str) {
     match kind {
         Kind::Out => ("#2f6fd0", "out of a NIC"),
         Kind::In => ("#0f8a7e", "into a NIC"),
-        Kind::Tier | Kind::Local => ("#a8730c", "a tier of switches"),
+        Kind::Tier => ("#8a4fb3", "a tier of switches"),
+        Kind::Local => ("#a8730c", "inside a host"),
     }
 }
 
@@ -254,7 +256,7 @@ pub fn lengths(rows: &[Length<'_>], bound: f64, marked: &str, about: &str) -> St
     let room = |row: &Length<'_>| RIGHT - left - text_width(&row.note, SMALL) - 4.0;
     let end = rows.iter().map(|row| row.length * (RIGHT - left) / room(row).max(1.0)).fold(bound, f64::max);
     let (axis, bottom) = (Axis { left, end }, TOP + ROW * rows.len() as f64);
-    let (dark, light) = ("#2f6fd0", "#8fb3ea");
+    let (dark, light) = ("#2c3442", "#a9b6c9");
     let mut body = axis.ticks(bottom, crate::timetable::number);
     for (at, row) in rows.iter().enumerate() {
         let y = TOP + ROW * at as f64;
@@ -265,6 +267,15 @@ pub fn lengths(rows: &[Length<'_>], bound: f64, marked: &str, about: &str) -> St
             body,
             "<rect x=\"{left:.2}\" y=\"{:.2}\" width=\"{width:.2}\" height=\"{:.2}\" fill=\"{fill}\"/>",
             y + 1.0,
+            ROW - 2.0
+        );
+        // No line of the grid goes through what is said.
+        let _ = writeln!(
+            body,
+            "<rect x=\"{:.2}\" y=\"{:.2}\" width=\"{:.2}\" height=\"{:.2}\" fill=\"#ffffff\"/>",
+            x + 1.0,
+            y + 1.0,
+            text_width(&row.note, SMALL) + 2.0,
             ROW - 2.0
         );
         body += &text(x + 2.0, y + 7.0, SMALL, "start", &row.note);
@@ -320,7 +331,7 @@ pub fn curve(
         let path: Vec<String> = shown.map(|p| format!("{:.2},{:.2}", x(p.0), y(p.1))).collect();
         let _ = writeln!(
             svg,
-            "<polyline points=\"{}\" fill=\"none\" stroke=\"#2f6fd0\" stroke-width=\"{width}\" stroke-opacity=\"{opacity}\"/>",
+            "<polyline points=\"{}\" fill=\"none\" stroke=\"#2c3442\" stroke-width=\"{width}\" stroke-opacity=\"{opacity}\"/>",
             path.join(" ")
         );
     }
@@ -330,7 +341,15 @@ pub fn curve(
             svg,
             "<line x1=\"{left:.2}\" x2=\"{RIGHT:.2}\" y1=\"{at:.2}\" y2=\"{at:.2}\" stroke=\"#000000\" stroke-width=\"0.7\" stroke-dasharray=\"2.4 1.4\"/>"
         );
-        svg += &text(RIGHT, at - 2.0, TEXT, "end", words);
+        // Above the picture: a curve that has come near the line would run through what stands beside it.
+        svg += &text(RIGHT, TOP - 3.5, TEXT, "end", words);
+        let key = RIGHT - text_width(words, TEXT) - 3.0;
+        let _ = writeln!(
+            svg,
+            "<line x1=\"{:.2}\" x2=\"{key:.2}\" y1=\"{y:.2}\" y2=\"{y:.2}\" stroke=\"#000000\" stroke-width=\"0.7\" stroke-dasharray=\"2.4 1.4\"/>",
+            key - 12.0,
+            y = TOP - 5.5
+        );
     }
     frame(about, bottom + 2.0 * SMALL + 8.0, &svg)
 }
@@ -391,6 +410,38 @@ mod tests {
         assert!(
             gantt(&sample(4)).contains(">3</text>") && !gantt(&sample(400)).contains("fill=\"#ffffff\">")
         );
+    }
+
+    /// The loss of a run that has come down to what is possible, and is now above, now below it.
+    fn converged(floor: f64) -> Vec<(f64, f64)> {
+        let loss = |step: f64| floor + 2.0 * (-step / 40.0).exp() + 0.03 * (step * 2.4).sin();
+        (0..300).map(|step| (f64::from(step), loss(f64::from(step)))).collect()
+    }
+
+    #[test]
+    fn no_curve_runs_through_the_name_of_its_line() {
+        for floor in [0.5, 1.1453, 10.0] {
+            let (points, words) = (converged(floor), format!("best possible {floor:.4}"));
+            let svg = curve(&points, &points, Some((floor, &words)), "loss");
+            let number = |line: &str, name: &str| -> f64 {
+                let said = line.split(&format!(" {name}=\"")).nth(1).unwrap();
+                said.split('"').next().unwrap().parse().unwrap()
+            };
+            let label = svg.lines().find(|line| line.contains(&words)).unwrap();
+            let (right, base) = (number(label, "x"), number(label, "y"));
+            let (left, top) = (right - text_width(&words, TEXT), base - TEXT);
+            let lines = svg.lines().filter_map(|line| line.split("points=\"").nth(1));
+            let points: Vec<(f64, f64)> = lines
+                .flat_map(|points| points.split('"').next().unwrap().split(' '))
+                .map(|point| point.split_once(',').unwrap())
+                .map(|(x, y)| (x.parse().unwrap(), y.parse().unwrap()))
+                .collect();
+            assert!(points.len() > 200 && top >= 0.0 && right <= WIDTH, "{label}");
+            for (x, y) in points {
+                let inside = (left..=right).contains(&x) && (top..=base + 0.25 * TEXT).contains(&y);
+                assert!(!inside, "the curve is at {x}, {y}, inside of {label}");
+            }
+        }
     }
 
     #[test]

@@ -8,6 +8,10 @@ use std::fmt::Write as _;
 use super::{escape, ticks};
 
 const LEFT: f64 = 96.0;
+/// What is said behind a row.
+const RIGHT: f64 = 150.0;
+/// The longest time axis of a page.
+pub const WIDTH: f64 = super::MOST_WIDTH - LEFT - RIGHT;
 const BAR: f64 = 22.0;
 const LANE: f64 = 5.0;
 const GAP: f64 = 6.0;
@@ -48,7 +52,7 @@ impl Gantt {
         let x = |time: f64| LEFT + width * (time / span).clamp(0.0, 1.0);
         let height = |row: &Row| BAR + LANE * row.lanes.len() as f64 + GAP;
         let bottom = TOP + self.rows.iter().map(height).sum::<f64>();
-        let (whole_width, whole_height) = (LEFT + width + 150.0, bottom + 26.0);
+        let (whole_width, whole_height) = (LEFT + width + RIGHT, bottom + 26.0);
         let mut svg = format!(
             "<svg width=\"{whole_width}\" height=\"{whole_height}\" viewBox=\"0 0 {whole_width} {whole_height}\" role=\"img\" \
              aria-label=\"{}\">\n",
@@ -65,11 +69,15 @@ impl Gantt {
                 "<text class=\"soft\" x=\"{at:.1}\" y=\"{y}\" text-anchor=\"middle\">{label}</text>"
             );
         }
-        let mut y = TOP;
-        for row in &self.rows {
-            svg += &render_row(row, y, width, &x);
-            y += height(row);
-        }
+        let places = || {
+            self.rows.iter().scan(TOP, |y, row| {
+                let at = *y;
+                *y += height(row);
+                Some((row, at))
+            })
+        };
+        places().for_each(|(row, y)| svg += &render_track(row, y, width));
+        // Behind the bars: it would cross their labels.
         if let Some(bound) = self.bound.filter(|bound| *bound > 0.0 && *bound <= self.end) {
             let (at, label) = (x(bound), (self.unit)(bound));
             let _ = writeln!(
@@ -84,19 +92,25 @@ impl Gantt {
                 TOP - 9.0
             );
         }
+        places().for_each(|(row, y)| svg += &render_row(row, y, &x));
         svg + "</svg>\n"
     }
 }
 
-fn render_row(row: &Row, y: f64, width: f64, x: &dyn Fn(f64) -> f64) -> String {
+/// A row's name, the stretch of time, and what is said behind it.
+fn render_track(row: &Row, y: f64, width: f64) -> String {
     let (text_y, name_x, note_x) = (y + BAR - 7.0, LEFT - 10.0, LEFT + width + 8.0);
-    let mut svg = format!(
-        "<g><text x=\"{name_x}\" y=\"{text_y}\" text-anchor=\"end\">{}</text>\n\
+    format!(
+        "<text x=\"{name_x}\" y=\"{text_y}\" text-anchor=\"end\">{}</text>\n\
          <rect class=\"track\" x=\"{LEFT}\" y=\"{y:.1}\" width=\"{width}\" height=\"{BAR}\"/>\n\
          <text class=\"soft\" x=\"{note_x}\" y=\"{text_y}\">{}</text>\n",
         escape(&row.name),
         escape(&row.note)
-    );
+    )
+}
+
+fn render_row(row: &Row, y: f64, x: &dyn Fn(f64) -> f64) -> String {
+    let mut svg = String::from("<g>\n");
     for bar in &row.bars {
         svg += &render_bar(bar, y, BAR, x, true);
     }
@@ -118,26 +132,40 @@ fn render_bar(bar: &Bar, y: f64, height: f64, x: &dyn Fn(f64) -> f64, labelled: 
         bar.class,
         escape(&bar.title)
     );
-    let letter_width = 6.5;
-    let fitting: String = match width >= letter_width * bar.label.chars().count() as f64 + 2.0 {
-        true => bar.label.clone(),
-        false => bar.label.chars().filter(|c| c.is_alphabetic()).collect(),
-    };
-    if labelled && width >= letter_width * fitting.chars().count() as f64 + 1.0 {
+    let letters: String = bar.label.chars().filter(|c| c.is_alphabetic()).collect();
+    let fitting = if width >= label_width(&bar.label) { &bar.label } else { &letters };
+    if labelled && width >= label_width(fitting) {
         let _ = writeln!(
             svg,
-            "<text class=\"on\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+            "<text class=\"{}\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+            if bar.class.ends_with(" odd") { "onodd" } else { "on" },
             (x0 + x1) / 2.0,
             y + height - 7.0,
-            escape(&fitting)
+            escape(fitting)
         );
     }
     svg
 }
 
+/// How wide a label may come out in whatever font a browser has: its letters and digits are up to 7.7 units wide, a W 12.
+fn label_width(label: &str) -> f64 {
+    label.chars().map(|c| if matches!(c, 'W' | 'w') { 12.0 } else { 7.7 }).sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_bound_is_behind_the_bars() {
+        let bar = Bar { start: 0.0, end: 9.0, class: "pf", label: "F0".into(), title: String::new() };
+        let rows = vec![Row { name: "d".into(), bars: vec![bar], lanes: vec![], note: String::new() }];
+        let unit = |t: f64| t.to_string();
+        let gantt = Gantt { rows, end: 10.0, bound: Some(5.0), unit, about: String::new() };
+        let svg = gantt.render(1000.0);
+        let at = |what: &str| svg.find(what).unwrap();
+        assert!(at("class=\"track\"") < at("boundline") && at("boundline") < at("class=\"pf\""), "{svg}");
+    }
 
     #[test]
     fn a_bar_shows_what_fits() {

@@ -14,6 +14,9 @@ pub mod schedule;
 pub mod timeline;
 pub mod train;
 
+/// No picture is wider: in a window of 700 pixels its text of 12 units is then one of 9 pixels, and nothing scrolls sideways.
+const MOST_WIDTH: f64 = 860.0;
+
 const STYLE: &str = include_str!("style.css");
 
 /// A page: what it is called, what it shows, the data behind it, and where it came from.
@@ -100,6 +103,76 @@ pub fn ticks(end: f64, count: usize) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The colours of a style sheet's variables, in light (the first of each) and in dark (the second).
+    fn colours(name: &str) -> [&'static str; 2] {
+        let said = format!("--{name}: #");
+        let mut found = STYLE.split(&*said).skip(1).map(|rest| &rest[..6]);
+        let both = [found.next(), found.next()].map(|colour| colour.unwrap_or_else(|| panic!("--{name}")));
+        assert_eq!(found.next(), None, "--{name} is said more than twice");
+        both
+    }
+
+    /// How far apart two colours are, from 0 to 441.
+    fn distance(a: &str, b: &str) -> f64 {
+        let channel =
+            |colour: &str, at: usize| f64::from(u8::from_str_radix(&colour[at..at + 2], 16).unwrap());
+        [0, 2, 4].map(|at| (channel(a, at) - channel(b, at)).powi(2)).iter().sum::<f64>().sqrt()
+    }
+
+    /// The colour as somebody without cones for green sees it (Machado, Oliveira and Fernandes, 2009).
+    fn without_green(colour: &str) -> String {
+        const SEEN: [[f64; 3]; 3] = [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ];
+        let light = |at: usize| {
+            let value = f64::from(u8::from_str_radix(&colour[at..at + 2], 16).unwrap()) / 255.0;
+            if value <= 0.04045 { value / 12.92 } else { ((value + 0.055) / 1.055).powf(2.4) }
+        };
+        let rgb = [0, 2, 4].map(light);
+        let shown = |row: [f64; 3]| {
+            let value = std::iter::zip(row, rgb).map(|(a, b)| a * b).sum::<f64>().clamp(0.0, 1.0);
+            let value =
+                if value <= 0.0031308 { 12.92 * value } else { 1.055 * value.powf(1.0 / 2.4) - 0.055 };
+            format!("{:02x}", (value * 255.0).round() as u8)
+        };
+        SEEN.map(shown).concat()
+    }
+
+    /// What a page of a plan shows; of schedules, pipelines and training; and of a benchmark.
+    const PAGES: [&[&str]; 3] = [
+        &["out", "in", "local", "tier", "bound"],
+        &["pf", "pb", "pw", "pbw", "po", "act", "grad", "compute", "exposed", "bubble", "bar"],
+        &["ours", "bar", "bound"],
+    ];
+
+    #[test]
+    fn one_colour_has_one_meaning_on_a_page() {
+        for page in PAGES {
+            for (i, a) in page.iter().enumerate() {
+                for b in &page[i + 1..] {
+                    for (a_colour, b_colour) in std::iter::zip(colours(a), colours(b)) {
+                        let alike = format!("{a} #{a_colour} and {b} #{b_colour} look alike");
+                        let apart = distance(a_colour, b_colour);
+                        assert!(apart > 38.0, "{alike}: {apart:.0}");
+                        let apart = distance(&without_green(a_colour), &without_green(b_colour));
+                        assert!(apart > 28.0, "{alike} to one in twenty men: {apart:.0}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn colours_are_seen_as_published() {
+        assert_eq!(without_green("ffffff"), "ffffff");
+        assert_eq!(without_green("000000"), "000000");
+        // Red and green become shades of one yellow.
+        let (red, green) = (without_green("d03020"), without_green("309020"));
+        assert!(distance("d03020", "309020") > 180.0 && distance(&red, &green) < 80.0, "{red} {green}");
+    }
 
     #[test]
     fn data_cannot_end_its_script() {

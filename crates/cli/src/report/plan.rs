@@ -7,6 +7,7 @@ use crossmesh_core::units::{Bytes, Rate, Seconds};
 use serde_json::{Value, json};
 
 use crate::output::count;
+use crate::path;
 use crate::predict::Prediction;
 use crate::summary;
 use crate::tensors;
@@ -22,15 +23,19 @@ const LISTED_TENSORS: usize = 20;
 pub fn render(prediction: &Prediction, provenance: Vec<String>) -> String {
     let plan = &prediction.plan;
     let mut body = figures(prediction);
+    if let Some(assumed) = &prediction.assumed {
+        let _ = writeln!(body, "<p class=\"note\">Note: {}.</p>", escape(assumed));
+    }
     body += &why(prediction);
     body += &tensors(prediction);
     body += &section(
         "Traffic between hosts",
-        "Bytes from a sending host (row) to a receiving host (column); darker is more. What moves inside a host is \
+        "Bytes from a sending host (row) to a receiving host (column); the stronger the colour, the more. What moves inside a host is \
          amber.",
         &matrix::render(&summary::host_traffic(plan)),
     );
     body += &timelines(prediction);
+    body += &critical_path(prediction);
     body += &transfers(plan);
     let title = match plan.problem.reshards.as_slice() {
         [one] if one.name.is_empty() => {
@@ -110,9 +115,10 @@ fn why(prediction: &Prediction) -> String {
         let _ =
             writeln!(text, "<p class=\"note\">No plan is faster: {}.</p>", escape(&prediction.bound.reason));
     }
-    if !prediction.plan.reasons.is_empty() {
+    let reasons = summary::reasons(prediction);
+    if !reasons.is_empty() {
         text += "<h2>Why this plan</h2>\n<ul class=\"why\">\n";
-        for reason in &prediction.plan.reasons {
+        for reason in &reasons {
             let _ = writeln!(text, "<li>{}</li>", escape(reason));
         }
         text += "</ul>\n";
@@ -120,14 +126,44 @@ fn why(prediction: &Prediction) -> String {
     text
 }
 
+/// Who keeps whom waiting.
+fn critical_path(prediction: &Prediction) -> String {
+    let rows = path::rows(prediction);
+    if rows.is_empty() {
+        return String::new();
+    }
+    let (shown, others) = path::longest(&rows);
+    let mut table = String::from(
+        "<table>\n<tr><th class=\"num\">from</th><th class=\"num\">to</th><th>way</th><th>what</th></tr>\n",
+    );
+    for row in shown {
+        let _ = writeln!(
+            table,
+            "<tr><td class=\"num\">{}</td><td class=\"num\">{}</td><td>{}</td><td>{}</td></tr>",
+            Seconds(row.start_s),
+            Seconds(row.end_s),
+            escape(&row.way()),
+            row.what()
+        );
+    }
+    table += "</table>\n";
+    let others = others.map_or(String::new(), |line| format!(" The longest parts; {line}."));
+    let note = format!("What the predicted time is made of: each part waited for the one above it.{others}");
+    section("Critical path", &note, &table)
+}
+
 fn section(title: &str, note: &str, content: &str) -> String {
     format!("<h2>{title}</h2>\n<p class=\"note\">{note}</p>\n<div class=\"panel\">\n{content}</div>\n")
 }
 
 fn timelines(prediction: &Prediction) -> String {
+    let tiers = match prediction.plan.problem.cluster.tiers.is_empty() {
+        true => "",
+        false => ", and of <span style=\"color:var(--tier)\">uplinks</span>",
+    };
     let note = format!(
         "The share of each NIC's rate in use, as height: <span style=\"color:var(--out)\">out</span> and \
-         <span style=\"color:var(--in)\">in</span>. The dashed line is the lower bound, the solid one the predicted \
+         <span style=\"color:var(--in)\">in</span>{tiers}. The dashed line is the lower bound, the solid one the predicted \
          end. Where links are many, the NICs of a host are one row, and at most {} rows are shown.",
         timeline::MAX_ROWS
     );
@@ -145,27 +181,31 @@ fn tensors(prediction: &Prediction) -> String {
          <th class=\"num\">under way</th><th class=\"num\">of {}</th></tr>\n",
         escape(&busiest)
     );
-    for row in rows.iter().take(LISTED_TENSORS) {
+    let slowest = tensors::slowest(&rows);
+    for row in tensors::shown(&rows, LISTED_TENSORS) {
+        let best = if slowest.is_some_and(|slowest| std::ptr::eq(slowest, row)) { " best" } else { "" };
         let _ = writeln!(
             table,
-            "<tr title=\"{} → {}\"><td>{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td>\
+            "<tr title=\"{} → {}\"><td>{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td><td class=\"num{best}\">{}</td>\
              <td class=\"num\">{:.1} %</td></tr>",
             escape(&row.src),
             escape(&row.dst),
             escape(&row.name),
             Bytes(row.bytes),
             row.transfers,
-            Seconds(row.end_s - row.start_s),
+            Seconds(row.seconds()),
             100.0 * row.share_of_busiest_link
         );
     }
     table += "</table>\n";
     let more = match rows.len() > LISTED_TENSORS {
-        true => format!(" The first {LISTED_TENSORS} of {}.", rows.len()),
+        true => format!(" The first {LISTED_TENSORS} of {}, and the one that takes longest.", rows.len()),
         false => String::new(),
     };
+    let slowest = tensors::slowest_in_words(&rows)
+        .map_or(String::new(), |words| format!(" <b>{}.</b>", escape(&words)));
     let note = format!(
-        "The largest first. Tensors travel side by side; the last column is what each takes of the busiest link.{more}"
+        "The largest first. Tensors travel side by side; the last column is what each takes of the busiest link.{more}{slowest}"
     );
     section("Tensors", &note, &table)
 }
@@ -225,11 +265,13 @@ fn data(prediction: &Prediction) -> Value {
     json!({
         "schema": "crossmesh.report/1",
         "strategy": plan.strategy,
+        "assumed": prediction.assumed,
         "predicted_s": prediction.seconds(),
         "lower_bound_s": prediction.bound.seconds,
         "bytes_moved": plan.bytes_moved(),
         "num_transfers": plan.transfers().len(),
         "peak_extra_bytes": prediction.peak_extra_bytes(),
+        "tensors": tensors::rows(prediction).0,
         "traffic": traffic,
         "links": links,
     })
@@ -260,6 +302,9 @@ mod tests {
         assert_eq!(data["predicted_s"], prediction.seconds());
         assert_eq!(data["lower_bound_s"], prediction.bound.seconds);
         assert_eq!(data["num_transfers"], prediction.plan.transfers().len());
+        let tensors = data["tensors"].as_array().unwrap();
+        assert_eq!(tensors.len(), 1);
+        assert_eq!(tensors[0]["transfers"], prediction.plan.transfers().len());
         // Two senders to two receivers over NICs, and two hosts that share inside.
         let traffic = data["traffic"].as_array().unwrap();
         assert_eq!(traffic.iter().filter(|t| t["from"] != t["to"]).count(), 4);

@@ -7,11 +7,9 @@ use crossmesh_core::schedule::{PassKind, Via};
 
 use crate::timetable::{Timetable, causes, doc, number, percent};
 
-use super::gantt::{Bar, Gantt, Row};
+use super::gantt::{self, Bar, Gantt, Row};
 use super::{Page, card, escape};
 
-/// The time axis of a picture.
-const WIDTH: f64 = 820.0;
 /// More rows than this are left out.
 const MAX_ROWS: usize = 64;
 
@@ -27,15 +25,15 @@ fn class(kind: PassKind) -> &'static str {
 
 /// The timeline of a schedule, on an axis that ends at `end`.
 pub fn timeline(table: &Timetable, end: f64) -> String {
-    gantt(table, end).render(WIDTH)
+    picture(table, end).render(gantt::WIDTH)
 }
 
 /// The same as a figure for a paper.
 pub fn figure(table: &Timetable) -> String {
-    super::figure::gantt(&gantt(table, table.makespan()))
+    super::figure::gantt(&picture(table, table.makespan()))
 }
 
-fn gantt(table: &Timetable, end: f64) -> Gantt {
+fn picture(table: &Timetable, end: f64) -> Gantt {
     let devices = table.schedule.placement().devices().take(MAX_ROWS);
     Gantt {
         rows: devices.map(|device| row(table, device)).collect(),
@@ -95,7 +93,7 @@ fn lane(table: &Timetable, device: DeviceId, activations: bool) -> Vec<Bar> {
     table.timed.messages.iter().filter(of).map(bar).collect()
 }
 
-const LEGEND: &str = "<div class=\"legend\">\
+pub const LEGEND: &str = "<div class=\"legend\">\
 <span><i class=\"kf\"></i>F forward</span><span><i class=\"kb\"></i>B backward for inputs</span>\
 <span><i class=\"kw\"></i>W backward for weights</span><span><i class=\"kbw\"></i>BW both in one</span>\
 <span>small letters: every second chunk</span>\
@@ -113,8 +111,10 @@ pub fn render(table: &Timetable, provenance: Vec<String>) -> String {
     body += &card(&number(highest), &format!("activations of its layers at most, {device}"), "");
     let _ = write!(
         body,
-        "</div>\n<h2>Timeline</h2>\n{LEGEND}<p class=\"note\">Idle: {}.</p>\n<div class=\"panel\">\n{}</div>\n",
+        "</div>\n<h2>Timeline</h2>\n{LEGEND}<p class=\"note\">Idle: {}.<br>Busiest: {}.<br>Critical path: {}.</p>\n<div class=\"panel\">\n{}</div>\n",
         escape(&causes(&table.causes())),
+        table.busiest_in_words(),
+        escape(&table.path_in_words()),
         timeline(table, table.makespan())
     );
     Page {

@@ -1,9 +1,10 @@
 //! NIC timelines: a row per NIC and direction, the share of its rate in use as height, time to the right.
 //!
 //! ```text
-//! h0 nic out  ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇|
-//! h1 nic in   ▇▇▇▇▇▇▇▇▇▇▇▇▇▇ |     | the predicted end
-//!             0    0.2 s   ┊           ┊ the bound
+//!             bound 0.30 s ¦  | predicted 0.34 s
+//! h0 nic out  ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇ |   98 %  1.00 GiB
+//! h1 nic in    ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇|   98 %  1.00 GiB
+//!             0   0.1 s  0.2 s
 //! ```
 
 use std::fmt::Write as _;
@@ -23,7 +24,9 @@ pub const MAX_ROWS: usize = 48;
 const MAX_STEPS: usize = 800;
 
 const LEFT: f64 = 120.0;
-const WIDTH: f64 = 800.0;
+const WIDTH: f64 = super::MOST_WIDTH - LEFT - RIGHT;
+/// How much of a NIC was used, and for how many bytes.
+const RIGHT: f64 = 126.0;
 const ROW: f64 = 24.0;
 const TOP: f64 = 40.0;
 
@@ -49,7 +52,8 @@ fn class(kind: Kind) -> &'static str {
     match kind {
         Kind::Out => "out",
         Kind::In => "in",
-        Kind::Tier | Kind::Local => "group",
+        Kind::Tier => "tier",
+        Kind::Local => "local",
     }
 }
 
@@ -60,7 +64,7 @@ pub fn render(prediction: &Prediction) -> String {
     let span = end.max(bound) * 1.02;
     let x = |seconds: f64| LEFT + if span > 0.0 { WIDTH * (seconds / span).clamp(0.0, 1.0) } else { 0.0 };
     let bottom = TOP + ROW * rows.len() as f64;
-    let (width, height) = (LEFT + WIDTH + 126.0, bottom + 28.0);
+    let (width, height) = (LEFT + WIDTH + RIGHT, bottom + 28.0);
     let mut svg = format!(
         "<svg width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" role=\"img\" \
          aria-label=\"use of each NIC over time\">\n"

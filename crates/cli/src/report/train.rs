@@ -10,12 +10,15 @@ use serde::Serialize;
 use crate::training::metrics::{StepMetrics, TAIL, final_loss};
 use crate::training::steps::StepSpread;
 
-use super::gantt::{Bar, Gantt, Row};
+use super::gantt::{self, Bar, Gantt, Row};
 use super::{Page, card, escape, ticks};
 
 const LEFT: f64 = 64.0;
-const WIDTH: f64 = 940.0;
+const WIDTH: f64 = super::MOST_WIDTH - LEFT - RIGHT;
+const RIGHT: f64 = 56.0;
 const HEIGHT: f64 = 260.0;
+/// Above the curves stands what a line is called: beside the line they would run through it.
+const TOP: f64 = 26.0;
 /// More points than this are thinned out.
 const MAX_POINTS: usize = 1200;
 /// More rows than this are left out of a picture.
@@ -64,8 +67,8 @@ impl RankTimes {
 
     fn parts(&self) -> [(&'static str, &'static str, f64); 4] {
         [
-            ("compute", "pf", self.compute_s),
-            ("optimizer", "pw", self.optimizer_s),
+            ("compute", "pcompute", self.compute_s),
+            ("optimizer", "po", self.optimizer_s),
             ("exposed communication", "pexposed", self.exposed_s),
             ("bubble", "pbubble", self.bubble_s),
         ]
@@ -205,9 +208,9 @@ impl Curve {
         let span = (high - low).max(1e-12) * 1.04;
         let steps = (last_step - first_step).max(1.0);
         let x = |step: f64| LEFT + WIDTH * (step - first_step) / steps;
-        let y = |value: f64| 12.0 + HEIGHT * (1.0 - (value - low) / span);
-        let (bottom, right) = (12.0 + HEIGHT, LEFT + WIDTH);
-        let (w, h) = (right + 56.0, bottom + 30.0);
+        let y = |value: f64| TOP + HEIGHT * (1.0 - (value - low) / span);
+        let (bottom, right) = (TOP + HEIGHT, LEFT + WIDTH);
+        let (w, h) = (right + RIGHT, bottom + 30.0);
         let mut svg = format!(
             "<svg width=\"{w}\" height=\"{h}\" viewBox=\"0 0 {w} {h}\" role=\"img\" aria-label=\"{}\">\n",
             escape(self.about)
@@ -251,8 +254,8 @@ impl Curve {
             );
             let _ = writeln!(
                 svg,
-                "<text class=\"bound\" x=\"{right}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-                at - 6.0,
+                "<text class=\"bound\" x=\"{right}\" y=\"{}\" text-anchor=\"end\">{}</text>",
+                TOP - 10.0,
                 escape(label)
             );
         }
@@ -311,9 +314,9 @@ fn speed_curve(report: &TrainReport) -> String {
     .render()
 }
 
-const BREAKDOWN: &str = "<div class=\"legend\"><span><i class=\"kf\"></i>compute</span>\
-<span><i class=\"kw\"></i>optimizer</span><span><i style=\"background:var(--exposed)\"></i>exposed communication</span>\
-<span><i style=\"background:var(--bar)\"></i>bubble</span></div>\n";
+const BREAKDOWN: &str = "<div class=\"legend\"><span><i class=\"kcompute\"></i>compute</span>\
+<span><i class=\"kopt\"></i>optimizer</span><span><i class=\"kexposed\"></i>exposed communication</span>\
+<span><i class=\"kbubble\"></i>bubble</span></div>\n";
 
 fn breakdown(ranks: &[RankTimes]) -> String {
     let longest = ranks.iter().map(|r| r.step_s).fold(1e-12, f64::max);
@@ -367,7 +370,7 @@ fn breakdown(ranks: &[RankTimes]) -> String {
 const LEGEND: &str = "<div class=\"legend\">\
 <span><i class=\"kf\"></i>F forward</span><span><i class=\"kb\"></i>B backward for inputs</span>\
 <span><i class=\"kw\"></i>W backward for weights</span><span><i class=\"kbw\"></i>BW both in one</span>\
-<span><i style=\"background:var(--po)\"></i>OPT update</span></div>\n";
+<span><i class=\"kopt\"></i>OPT update of weights</span></div>\n";
 
 fn passes(timeline: &Timeline) -> String {
     let row = |row: &TimelineRow| {
@@ -381,7 +384,7 @@ fn passes(timeline: &Timeline) -> String {
             note: format!("idle {idle:.0} %"),
         }
     };
-    let gantt = Gantt {
+    let picture = Gantt {
         rows: timeline.rows.iter().take(2 * MAX_ROWS).map(row).collect(),
         end: timeline.predicted_s.max(timeline.measured_s),
         bound: None,
@@ -394,7 +397,7 @@ fn passes(timeline: &Timeline) -> String {
         timeline.step,
         Seconds(timeline.predicted_s),
         Seconds(timeline.measured_s),
-        gantt.render(820.0)
+        picture.render(gantt::WIDTH)
     )
 }
 
@@ -479,8 +482,31 @@ pub mod tests {
         assert_eq!(html.matches("class=\"boundline\"").count(), 1);
         assert!(html.contains("best possible 1.9000") && html.contains("a &lt;run&gt;"));
         assert_eq!(html.matches("class=\"pexposed\"").count(), 2, "one for every rank");
+        // Of all passes, of updates, of waiting: compute is not forwards alone, nor is an update a W.
+        for (class, times) in [("pcompute", 2), ("po", 2), ("pbubble", 2), ("pw", 0)] {
+            assert_eq!(html.matches(&format!("class=\"{class}\"")).count(), times, "{class}");
+        }
         assert!(html.contains(">F0</text>") && html.contains(">BW1</text>"));
         assert!(!html.contains("<script src") && !html.contains("http"), "it loads nothing");
+    }
+
+    /// A loss that has come down to what is possible runs along the line: its name is elsewhere.
+    #[test]
+    fn no_curve_runs_through_the_name_of_its_line() {
+        let mut report = report();
+        for (at, metric) in report.metrics.iter_mut().enumerate() {
+            metric.loss = Some(1.9 + 3.0 * (-(at as f64) / 5.0).exp() + 0.02 * (at as f64 * 2.4).sin());
+        }
+        let svg = loss_curve(&report);
+        let label = svg.lines().find(|line| line.contains("class=\"bound\"")).unwrap();
+        let base: f64 = label.split(" y=\"").nth(1).unwrap().split('"').next().unwrap().parse().unwrap();
+        assert!(label.contains("best possible 1.9000") && base >= 12.0, "{label}");
+        let lines = svg.lines().filter_map(|line| line.split("points=\"").nth(1));
+        let points = lines.flat_map(|points| points.split('"').next().unwrap().split(' '));
+        let heights: Vec<f64> =
+            points.map(|point| point.split_once(',').unwrap().1.parse().unwrap()).collect();
+        // A letter reaches a quarter of its height below the line it stands on.
+        assert!(heights.len() == 80 && heights.iter().all(|y| *y > base + 3.0), "{label}\n{heights:?}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The document `crossmesh.schedule/1`.
 
 use crossmesh_core::id::DeviceId;
-use crossmesh_core::schedule::{Bubble, Via};
+use crossmesh_core::schedule::{Bubble, Step, Via};
 use serde::Serialize;
 
 use super::Timetable;
@@ -25,6 +25,8 @@ pub struct Document<'a> {
     lower_bound: f64,
     /// What the bubble is made of: shares that add up to it.
     bubble_causes: Causes,
+    /// The passes that the makespan is made of, in order of time.
+    critical_path: Vec<PathStep>,
     devices: Vec<Device>,
     /// What takes time between devices.
     messages: Vec<MessageDoc>,
@@ -68,6 +70,18 @@ struct Device {
 }
 
 #[derive(Debug, Serialize)]
+struct PathStep {
+    op: &'static str,
+    stage: u32,
+    microbatch: u32,
+    device: u32,
+    start: f64,
+    end: f64,
+    /// When the next one had what this one made.
+    arrived: f64,
+}
+
+#[derive(Debug, Serialize)]
 struct Op {
     op: &'static str,
     stage: u32,
@@ -102,8 +116,22 @@ pub fn document(table: &Timetable) -> Document<'_> {
         period: table.timed.period(),
         lower_bound: table.bound,
         bubble_causes: table.causes().into(),
+        critical_path: table.path.iter().map(|step| path_step(table, step)).collect(),
         devices: schedule.placement().devices().map(|d| device(table, d)).collect(),
         messages: messages(table),
+    }
+}
+
+fn path_step(table: &Timetable, step: &Step) -> PathStep {
+    let Step { pass, span, arrived } = *step;
+    PathStep {
+        op: pass.kind.letters(),
+        stage: pass.stage.0,
+        microbatch: pass.microbatch.0,
+        device: table.schedule.placement().device(pass.stage).0,
+        start: span.start,
+        end: span.end,
+        arrived,
     }
 }
 

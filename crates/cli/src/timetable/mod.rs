@@ -7,7 +7,9 @@ pub mod draw;
 use anyhow::{Context, Result};
 use crossmesh_core::id::DeviceId;
 use crossmesh_core::schedule::memory::{Level, peaks, timeline};
-use crossmesh_core::schedule::{Bubble, Footprint, Schedule, Spec, Timed, bubble, check, time};
+use crossmesh_core::schedule::{
+    Bubble, Footprint, Schedule, Spec, Step, Timed, bubble, check, critical_path, time,
+};
 
 /// A schedule that was checked, and when everything happens.
 pub struct Timetable {
@@ -21,6 +23,8 @@ pub struct Timetable {
     pub bytes: Option<Vec<f64>>,
     /// Why every device is idle.
     pub bubbles: Vec<Bubble>,
+    /// The passes that the step's time is made of.
+    pub path: Vec<Step>,
     /// No schedule for this pipeline is shorter, whatever its chunks are.
     pub bound: f64,
 }
@@ -34,12 +38,13 @@ impl Timetable {
         let chunks = |device| placement.stages_on(device).len();
         let even = placement.devices().all(|device| chunks(device) == placement.num_chunks());
         let (bubbles, bound) = (bubble::split(&schedule, &timed), spec.bound_of(even));
+        let path = critical_path(&schedule, &timed);
         let held = |footprint: &Footprint| {
             peaks(&schedule, &timed, footprint).iter().map(|peak| peak.amount).collect::<Vec<_>>()
         };
         let bytes = stage_bytes(&schedule, activation_bytes)?.map(|bytes| held(&Footprint::bytes(bytes)));
         let (units, shares) = (held(&Footprint::units(placement)), held(&Footprint::shares(placement)));
-        Ok(Self { peaks: units, shares, bytes, bubbles, bound, schedule, timed })
+        Ok(Self { peaks: units, shares, bytes, bubbles, path, bound, schedule, timed })
     }
 
     pub fn makespan(&self) -> f64 {
@@ -60,6 +65,58 @@ impl Timetable {
     pub fn highest(&self) -> (f64, DeviceId) {
         let all = self.shares.iter().enumerate().map(|(d, share)| (*share, DeviceId::at(d)));
         all.fold((0.0, DeviceId(0)), |best, next| if next.0 > best.0 { next } else { best })
+    }
+
+    /// `device 2, computes 24 of 28`: the one that computes longest; or all of them, where they compute as long.
+    pub fn busiest_in_words(&self) -> String {
+        let busy = &self.timed.busy;
+        let most = busy.iter().copied().fold(0.0, f64::max);
+        let close = |time: &&f64| most - **time <= 1e-9 * most;
+        let who = match (busy.iter().filter(close).count(), busy.iter().position(|time| *time == most)) {
+            (all, _) if all == busy.len() && all > 1 => "every device".into(),
+            (_, first) => DeviceId::at(first.unwrap_or(0)).to_string(),
+        };
+        format!("{who}, computes {} of {}", number(most), number(self.makespan()))
+    }
+
+    /// `0F0 1F0 2F0…2BW5 (12) 1BW5 0BW5; passes 16, messages 0`: passes of one device that follow each other are one word, with
+    /// their number. Of many words the longest stretches of time are shown, as many as fit on a line.
+    pub fn path_in_words(&self) -> String {
+        const LETTERS: usize = 80;
+        let device = |step: &Step| self.schedule.placement().device(step.pass.stage);
+        let runs: Vec<&[Step]> = self.path.chunk_by(|a, b| device(a) == device(b)).collect();
+        let word = |run: &&[Step]| match run {
+            [one] => one.pass.to_string(),
+            [first, .., last] => format!("{}…{} ({})", first.pass, last.pass, run.len()),
+            [] => String::new(),
+        };
+        let words: Vec<String> = runs.iter().map(word).collect();
+        let length = |at: &usize| {
+            let run = runs[*at];
+            run.last().map_or(0.0, |last| last.arrived - run[0].span.start)
+        };
+        let mut longest: Vec<usize> = (0..runs.len()).collect();
+        longest.sort_by(|a, b| length(b).total_cmp(&length(a)));
+        let (mut room, mut shown) = (LETTERS, vec![false; runs.len()]);
+        for at in longest {
+            let needed = words[at].chars().count() + 3;
+            if needed > room {
+                break;
+            }
+            room -= needed;
+            shown[at] = true;
+        }
+        let mut text: Vec<&str> = vec![];
+        for (word, shown) in words.iter().zip(shown) {
+            match shown {
+                true => text.push(word),
+                false if text.last() != Some(&"…") => text.push("…"),
+                false => {}
+            }
+        }
+        let messages: f64 = self.path.iter().map(|step| step.arrived - step.span.end).sum();
+        let passes = self.makespan() - messages;
+        format!("{}; passes {}, messages {}", text.join(" "), number(passes), number(messages))
     }
 
     /// Every device's memory over time, in shares.
@@ -131,6 +188,22 @@ pub fn percent(share: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crossmesh_core::schedule::{Name, generate};
+
+    #[test]
+    fn every_schedule_says_what_its_time_is_made_of() {
+        let spec = Spec { speeds: vec![1.0, 1.0, 0.5, 1.0], ..Spec::even(4, 8).with_hop(0.25) };
+        for name in Name::ALL {
+            let table = Timetable::new(generate(name, &spec).unwrap(), &spec, &[]).unwrap();
+            assert!(table.busiest_in_words().starts_with("device "), "{name}: {}", table.busiest_in_words());
+            let words = table.path_in_words();
+            assert!(words.contains("; passes ") && words.chars().count() < 115, "{name}: {words}");
+        }
+        let spec = Spec::even(3, 2);
+        let even = Timetable::new(generate(Name::GPipe, &spec).unwrap(), &spec, &[]).unwrap();
+        assert_eq!(even.busiest_in_words(), "every device, computes 6 of 12");
+        assert_eq!(even.path_in_words(), "0F0 1F0 2F0…2BW0 (3) 1BW0 0BW0…0BW1 (2); passes 12, messages 0");
+    }
 
     #[test]
     fn numbers_are_short() {

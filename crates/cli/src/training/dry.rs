@@ -8,18 +8,20 @@ use crossmesh_core::reshard::{Placed, Plan, lower_bound};
 use crossmesh_core::schedule::memory::peaks;
 use crossmesh_core::schedule::{Costs, Footprint, time};
 use crossmesh_core::sim::simulate;
-use crossmesh_core::step::{Direction, StepReport};
+use crossmesh_core::step::Direction;
 use crossmesh_core::units::{Bytes, Seconds};
+use crossmesh_train::by_precision;
 use crossmesh_train::chain::Outline;
-use crossmesh_train::config::Precision;
 use crossmesh_train::deal::Deal;
 use crossmesh_train::job::Over;
-use crossmesh_train::kernels::cpu::Cpu;
-use crossmesh_train::kernels::scalar::Scalar;
+use crossmesh_train::kernels::Kernels;
 use crossmesh_train::optim::OptimizerConfig;
+use crossmesh_train::runtime::most_fetched;
+use crossmesh_train::sums::Ways;
 use crossmesh_train::wiring::setup;
 use serde::Serialize;
 
+use super::timeline::predict;
 use super::{Training, count_text, mesh_text};
 use crate::output::Table;
 
@@ -40,7 +42,18 @@ pub struct DryRun {
     edges: Vec<EdgeDoc>,
     ranks: Vec<RankMemory>,
     predicted_step_s: f64,
+    /// Ranks had no pass to run.
     predicted_bubble: f64,
+    /// They waited for each other inside passes.
+    predicted_inside: f64,
+    /// Ops of collectives inside stages that were too many to simulate.
+    #[serde(skip_serializing_if = "is_none")]
+    left_out: usize,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for it")]
+fn is_none(ops: &usize) -> bool {
+    *ops == 0
 }
 
 #[derive(Debug, Serialize)]
@@ -103,8 +116,8 @@ impl RankMemory {
 impl DryRun {
     pub fn of(training: &Training) -> Result<Self> {
         let (job, wiring) = (&training.resolved.job, &training.wiring);
-        let trace = simulate(&wiring.lowered.program, &wiring.step.cluster)?;
-        let predicted = StepReport::of(&wiring.step, &wiring.lowered, &trace);
+        let predicted = predict(training, job.times.clone())?;
+        let report = &predicted.report;
         let edges = (0..wiring.step.crossings.len()).map(|crossing| edge(training, crossing));
         Ok(Self {
             schema: "crossmesh.dry-run/1",
@@ -120,8 +133,10 @@ impl DryRun {
             stages: job.schedule.placement().stages().map(|stage| stage_doc(training, stage)).collect(),
             edges: edges.collect::<Result<_>>()?,
             ranks: job.ranks().into_iter().map(|rank| memory(training, rank)).collect::<Result<_>>()?,
-            predicted_step_s: predicted.step_s,
-            predicted_bubble: predicted.bubble(),
+            predicted_step_s: report.step_s,
+            predicted_bubble: report.bubble() - report.waited(),
+            predicted_inside: report.waited(),
+            left_out: predicted.left_out,
         })
     }
 }
@@ -173,17 +188,14 @@ fn edge(training: &Training, at: usize) -> Result<EdgeDoc> {
 
 /// What a rank will hold.
 pub fn memory(training: &Training, rank: Rank) -> Result<RankMemory> {
-    match training.config.train.precision {
-        Precision::F32 => memory_in::<f32>(training, rank),
-        Precision::F64 => memory_in::<f64>(training, rank),
-    }
+    by_precision!(training.config.train.precision, K => memory_in::<K>(training, rank))
 }
 
-fn memory_in<T: Scalar>(training: &Training, rank: Rank) -> Result<RankMemory> {
+fn memory_in<K: Kernels>(training: &Training, rank: Rank) -> Result<RankMemory> {
     let (job, wiring) = (&training.resolved.job, &training.wiring);
     let (device, position) = job.home(rank).expect("a rank of the job");
-    let model = training.resolved.model.with_kernels::<Cpu<T>>();
-    let width = size_of::<T>() as u64;
+    let model = training.resolved.model.with_kernels::<K>();
+    let (elem, real) = (size_of::<K::Elem>() as u64, size_of::<K::Real>() as u64);
     let stages = wiring.stages_on(device);
     let outline = |stage: &StageId| -> Result<Outline> {
         Ok(Outline::new(&*model, job.stages[stage.index()].clone(), &setup(job, *stage, position)?)?)
@@ -193,6 +205,8 @@ fn memory_in<T: Scalar>(training: &Training, rank: Rank) -> Result<RankMemory> {
         OptimizerConfig::AdamW { .. } => 2,
         OptimizerConfig::Sgd { .. } => 1,
     };
+    // What weights are rounded from.
+    let masters = u64::from(K::IS_MIXED);
     let place = job.place(device, position)?;
     let kept = |over: &Over| -> u64 {
         let axes = over.axes(&place);
@@ -200,22 +214,31 @@ fn memory_in<T: Scalar>(training: &Training, rank: Rank) -> Result<RankMemory> {
         outlines.iter().map(of).sum()
     };
     let dealt = &job.update.dealt;
+    let alone = |over: &Over| place.others(&over.axes(&place)).len() == 1;
+    // Passes fetch weights a unit at a time, and hand each unit's gradients over before those of the one before.
+    let largest = outlines.iter().map(Outline::largest_unit).max().unwrap_or(0);
+    let fetched = if alone(&dealt.parameters) { 0 } else { most_fetched::<K>(largest) as u64 };
+    let opened = match Ways::new(&job.update, &place).sums_each(&job.update) {
+        true => outlines.iter().map(Outline::most_opened).max().unwrap_or(0) as u64,
+        false => 0,
+    };
     Ok(RankMemory {
         rank: rank.0,
         host: training.topology.host(rank).0,
         stages: stages.iter().map(|s| s.0).collect(),
-        weights: kept(&dealt.parameters) * width,
-        gradients: kept(&dealt.gradients) * width,
-        optimizer: moments * kept(&dealt.states) * width,
-        activations: activations::<T>(training, device, position)?,
+        weights: (kept(&dealt.parameters) + fetched) * elem,
+        gradients: (kept(&dealt.gradients) + opened) * real,
+        optimizer: (moments + masters) * kept(&dealt.states) * real,
+        activations: activations::<K>(training, device, position)?
+            + outlines.iter().map(|o| o.in_flight).max().unwrap_or(0),
         crossings: crossings(training, rank),
     })
 }
 
 /// The most bytes of activations at any time, by the schedule's checker. A device's own passes are in order, whatever they take.
-fn activations<T: Scalar>(training: &Training, device: DeviceId, position: usize) -> Result<u64> {
+fn activations<K: Kernels>(training: &Training, device: DeviceId, position: usize) -> Result<u64> {
     let job = &training.resolved.job;
-    let model = training.resolved.model.with_kernels::<Cpu<T>>();
+    let model = training.resolved.model.with_kernels::<K>();
     let placement = job.schedule.placement();
     let held = |(stage, units): (StageId, &std::ops::Range<usize>)| -> Result<(u64, u64)> {
         let position = if placement.device(stage) == device { position } else { 0 };
@@ -275,12 +298,23 @@ pub fn render(dry: &DryRun) -> String {
     }
     text += "\n";
     text += &memory_table(dry).render(2);
-    let _ = writeln!(
+    let _ = write!(
         text,
-        "\npredicted  a step takes {}, {:.1} % of it bubble; collectives inside stages are not counted",
+        "\npredicted  a step takes {}, {:.1} % of it bubble",
         Seconds(dry.predicted_step_s),
         100.0 * dry.predicted_bubble
     );
+    if dry.left_out > 0 {
+        let _ = write!(
+            text,
+            "; collectives inside stages are not counted: their {} ops are too many",
+            dry.left_out
+        );
+    } else if dry.predicted_inside > 0.0 {
+        let _ =
+            write!(text, " and {:.1} % waits for collectives inside stages", 100.0 * dry.predicted_inside);
+    }
+    text.push('\n');
     text
 }
 

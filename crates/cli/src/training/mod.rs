@@ -9,6 +9,7 @@
 //! A rank gets the resolved config as text and works everything else out for itself, as all of them do.
 
 pub mod board;
+pub mod device;
 pub mod dry;
 mod events;
 pub mod metrics;
@@ -28,10 +29,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow};
 use crossmesh_core::cluster::Topology;
 use crossmesh_core::step::StepError;
+use crossmesh_train::by_precision;
 use crossmesh_train::config::keys::KEYS;
-use crossmesh_train::config::{
-    AnyModel, Config, DataKind, ModelKind, Precision, Resolved, resolve, toml_text,
-};
+use crossmesh_train::config::{AnyModel, Config, DataKind, ModelKind, Resolved, resolve, toml_text};
 use crossmesh_train::data::images::{Images, ImagesSpec};
 use crossmesh_train::data::language::{Language, LanguageSpec};
 use crossmesh_train::data::mixture::Mixture;
@@ -39,9 +39,9 @@ use crossmesh_train::data::text::{DocumentEnd, Encoder, Text};
 use crossmesh_train::data::tokens::{Source, Tokens, WindowSpec};
 use crossmesh_train::data::{self, DataError, DataSet, Kind, Split};
 use crossmesh_train::job::JobError;
-use crossmesh_train::kernels::cpu::Cpu;
+use crossmesh_train::kernels::Kernels;
 use crossmesh_train::models::ConfigError as ModelError;
-use crossmesh_train::models::gpt::Family;
+use crossmesh_train::models::gpt::{Family, Residual};
 use crossmesh_train::stage_rank::{G, KV};
 use crossmesh_train::wiring::Wiring;
 use serde::{Deserialize, Serialize};
@@ -115,7 +115,7 @@ impl Training {
     ) -> Result<Self> {
         let data = open_data(&config).map_err(|error| placed(&config, error))?;
         let described = match &config.cluster.file {
-            Some(file) => Some(read_cluster(file.as_ref())?),
+            Some(file) => Some(read_cluster(file.as_ref()).context("cluster.file")?),
             None => None,
         };
         let mut resolved = resolve(&config, classes(&*data), described)?;
@@ -123,10 +123,7 @@ impl Training {
         if let Some(nic) = nic {
             NicRates::parse(nic)?.apply(&mut resolved.job.cluster).context("the NIC rate")?;
         }
-        let wiring = match config.train.precision {
-            Precision::F32 => wire::<f32>(&resolved, &*data),
-            Precision::F64 => wire::<f64>(&resolved, &*data),
-        };
+        let wiring = by_precision!(config.train.precision, K => wire::<K>(&resolved, &*data));
         let wiring = wiring.map_err(|error| placed(&config, error))?;
         if config.evaluate.every > 0 && data.num_samples(Split::Validation) == Some(0) {
             let hint = "data.validation_share = 0.05 holds some out; evaluate.every = 0 does without";
@@ -219,11 +216,8 @@ fn placed(config: &Config, error: anyhow::Error) -> anyhow::Error {
     }
 }
 
-fn wire<T: crossmesh_train::kernels::scalar::Scalar>(
-    resolved: &Resolved,
-    data: &dyn DataSet,
-) -> Result<Wiring> {
-    let model = resolved.model.with_kernels::<Cpu<T>>();
+fn wire<K: Kernels>(resolved: &Resolved, data: &dyn DataSet) -> Result<Wiring> {
+    let model = resolved.model.with_kernels::<K>();
     data::check_model(data, &*model)?;
     Ok(Wiring::new(&*model, &resolved.job)?)
 }
@@ -302,7 +296,8 @@ pub fn model_text(model: &ModelKind) -> String {
     match model {
         ModelKind::Gpt { config: c, .. } => {
             let family = if c.family == Family::Gpt2 { "GPT" } else { "Llama" };
-            format!("{family} of {} layers, width {}, context {}", c.layers, c.width, c.context)
+            let ladder = if c.residual == Residual::Ladder { ", on a ladder" } else { "" };
+            format!("{family} of {} layers, width {}, context {}{ladder}", c.layers, c.width, c.context)
         }
         ModelKind::Unet(c) => {
             format!(

@@ -27,7 +27,7 @@ pub struct StepNote {
     activation_bytes: u64,
     peaks: Vec<(u32, usize, u64)>,
     #[serde(default)]
-    passes: Vec<(String, f64, f64)>,
+    passes: Vec<(String, f64, f64, f64)>,
 }
 
 /// A line has to be shorter than a pipe's reader takes: later passes of very long steps are left out.
@@ -52,14 +52,14 @@ impl StepNote {
             bytes_received: record.bytes_received,
             activation_bytes: record.activation_bytes,
             peaks: record.peaks.iter().map(|p| (p.stage, p.microbatches, p.bytes)).collect(),
-            passes: passes.map(|p| (p.pass.clone(), micro(p.start), micro(p.end))).collect(),
+            passes: passes.map(|p| (p.pass.clone(), micro(p.start), micro(p.end), micro(p.waited))).collect(),
         }
     }
 
     pub fn record(self) -> StepRecord {
         let [step, compute, exposed, bubble, optimizer] = self.times;
         let peak = |(stage, microbatches, bytes)| Peak { stage, microbatches, bytes };
-        let span = |(pass, start, end)| PassSpan { pass, start, end };
+        let span = |(pass, start, end, waited)| PassSpan { pass, start, end, waited };
         StepRecord {
             step: self.step,
             loss: self.loss,
@@ -118,7 +118,7 @@ mod tests {
             bytes_received: 8,
             activation_bytes: 9,
             peaks: vec![Peak { stage: 1, microbatches: 2, bytes: 3 }],
-            passes: vec![PassSpan { pass: "0F3".into(), start: 0.25, end: 0.5 }],
+            passes: vec![PassSpan { pass: "0F3".into(), start: 0.25, end: 0.5, waited: 0.125 }],
         };
         let line = serde_json::to_string(&StepNote::new(Rank(2), &record, true)).unwrap();
         let heard: StepNote = serde_json::from_str(&line).unwrap();

@@ -72,6 +72,9 @@ pub const SERIES: [Series; 5] = [
     },
 ];
 
+/// Communication beside compute, as a job runs that nobody asked anything of.
+pub const BESIDE: Series = SERIES[1];
+
 /// A GPT of so many stages, each on a host of its own, a thread each.
 pub fn config_of(stages: usize) -> String {
     let microbatches = 4 * stages;
@@ -112,6 +115,16 @@ impl Ran {
         steps.get(steps.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
+    /// The last step: as long as its slowest rank took.
+    pub fn last_s(&self) -> f64 {
+        self.last.values().map(|record| record.times.step).fold(0.0, f64::max)
+    }
+
+    /// The mean over all ranks of something about their last step.
+    pub fn mean(&self, of: impl Fn(&StepRecord) -> f64) -> f64 {
+        self.last.values().map(of).sum::<f64>() / self.last.len().max(1) as f64
+    }
+
     /// How long passes took.
     pub fn times(&self) -> Vec<PassTimes> {
         measured_times(self.training.wiring.step.times.len(), &self.last)
@@ -119,8 +132,7 @@ impl Ran {
 
     /// The share of a rank's time in which it stood still for something on its way, over all ranks.
     pub fn exposed(&self) -> f64 {
-        let share = |r: &StepRecord| r.times.exposed / r.times.step.max(f64::MIN_POSITIVE);
-        self.last.values().map(share).sum::<f64>() / self.last.len().max(1) as f64
+        self.mean(|r| r.times.exposed / r.times.step.max(f64::MIN_POSITIVE))
     }
 }
 
@@ -176,7 +188,7 @@ impl Bench<'_> {
 pub fn nic_for(share: f64, ran: &Bench<'_>, times: &[PassTimes]) -> Result<String> {
     // Any rate will do to ask: the bound is inverse to it.
     const ASKED: f64 = 1e9;
-    let training = ran.training(SERIES[1], &format!("{ASKED}B/s"))?;
+    let training = ran.training(BESIDE, &format!("{ASKED}B/s"))?;
     let mut slowest: f64 = 0.0;
     for crossing in &training.wiring.step.crossings {
         slowest = slowest.max(lower_bound(&crossing.forward.problem)?.seconds);
@@ -190,5 +202,5 @@ pub fn nic_for(share: f64, ran: &Bench<'_>, times: &[PassTimes]) -> Result<Strin
 
 /// What a series is predicted to take, where its passes take as long as they did.
 pub fn predicted_s(ran: &Ran, times: &[PassTimes]) -> Result<f64> {
-    Ok(predict(&ran.training, times.to_vec())?.step_s)
+    Ok(predict(&ran.training, times.to_vec())?.report.step_s)
 }

@@ -3,13 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crossmesh_comm::collectives::Element;
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::lab::execute::{Barrier, ExecuteOptions, Failure, Gate, RankReport};
 use crossmesh_core::id::Rank;
-use crossmesh_train::config::{NonFinite, Precision};
-use crossmesh_train::kernels::cpu::Cpu;
-use crossmesh_train::kernels::scalar::Scalar;
+use crossmesh_train::by_precision;
+use crossmesh_train::config::NonFinite;
+use crossmesh_train::kernels::Kernels;
 use crossmesh_train::runtime::{Ahead, Feed, Links, Samples, TrainError, Trainer, TrainerOptions};
 
 use super::Training;
@@ -25,26 +24,96 @@ pub fn execute(
     options: &ExecuteOptions,
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, Failure> {
-    match training.config.train.precision {
-        Precision::F32 => train::<f32>(training, rank, links, options, barrier),
-        Precision::F64 => train::<f64>(training, rank, links, options, barrier),
+    if let Some(gpu) = &options.gpu {
+        return on_gpu(gpu, training, rank, links, options, barrier);
     }
+    let threads = training.config.train.threads;
+    by_precision!(training.config.train.precision, K => {
+        train(Arc::new(K::new(threads)), training, rank, links, options, barrier)
+    })
 }
 
-fn train<T: Scalar + Element>(
+/// The same on a GPU.
+#[cfg(feature = "cuda")]
+fn on_gpu(
+    device: &Arc<crossmesh_cuda::Gpu>,
     training: &Training,
     rank: Rank,
     links: Links,
     options: &ExecuteOptions,
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, Failure> {
-    let model = training.resolved.model.with_kernels::<Cpu<T>>();
-    let threads = training.config.train.threads;
-    let set_up = TrainerOptions { engine: options.engine.clone(), sharing: options.sharing, threads };
+    use crossmesh_train::config::Precision;
+    use crossmesh_train::kernels::gpu::{Chosen, Gpu};
+
+    let chosen = match training.config.train.deterministic {
+        true => Chosen::Same,
+        false => {
+            Chosen::Fastest(crossmesh_cuda::cuda::image::cache().map(|folder| folder.join("choices.json")))
+        }
+    };
+    let failed = |error: crossmesh_cuda::CudaError| {
+        Failure::from(CommError::System { me: rank, what: "set up its GPU", cause: error.to_string() })
+    };
+    match training.config.train.precision {
+        Precision::F32 => {
+            let kernels = Arc::new(Gpu::<f32>::new(device, &chosen).map_err(failed)?);
+            let report = train(Arc::clone(&kernels), training, rank, links, options, barrier);
+            tell(rank, kernels.times());
+            report
+        }
+        Precision::Bf16 => {
+            let kernels = Arc::new(Gpu::<half::bf16>::new(device, &chosen).map_err(failed)?);
+            let report = train(Arc::clone(&kernels), training, rank, links, options, barrier);
+            tell(rank, kernels.times());
+            report
+        }
+        Precision::F64 => Err(failed(crossmesh_cuda::CudaError::Refused {
+            what: "train.dtype",
+            found: "f64".into(),
+            needed: "f32 or bf16 on a GPU",
+        })),
+    }
+}
+
+/// Leaves the table of times where the variable says.
+#[cfg(feature = "cuda")]
+fn tell(rank: Rank, times: Option<String>) {
+    use crossmesh_train::kernels::gpu::times::VARIABLE;
+    let (Some(times), Some(file)) = (times, std::env::var_os(VARIABLE)) else { return };
+    let path = format!("{}.{rank}", file.display());
+    if let Err(error) = std::fs::write(&path, times) {
+        crate::output::print_error(&anyhow::anyhow!("{VARIABLE}: {path}: {error}"));
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(
+    _: &Arc<crossmesh_cuda::Gpu>,
+    _: &Training,
+    me: Rank,
+    _: Links,
+    _: &ExecuteOptions,
+    _: &mut Barrier<'_>,
+) -> Result<RankReport, Failure> {
+    let cause = crossmesh_cuda::CudaError::NotBuilt.to_string();
+    Err(Failure::from(CommError::System { me, what: "set up its GPU", cause }))
+}
+
+fn train<K: Kernels>(
+    kernels: Arc<K>,
+    training: &Training,
+    rank: Rank,
+    links: Links,
+    options: &ExecuteOptions,
+    barrier: &mut Barrier<'_>,
+) -> Result<RankReport, Failure> {
+    let model = training.resolved.model.with_kernels::<K>();
+    let set_up = TrainerOptions { engine: options.engine.clone(), sharing: options.sharing };
     let job = Arc::new(training.resolved.job.clone());
     let samples: Arc<dyn Feed> = Arc::new(Samples(Arc::clone(&training.data)));
     let feed: Arc<dyn Feed> = Arc::new(Ahead::new(samples, job.samples as u64));
-    let made = Trainer::<T>::new(&*model, &job, &training.wiring, feed, rank, links, &set_up);
+    let made = Trainer::new(kernels, &*model, &job, &training.wiring, feed, rank, links, &set_up);
     let mut trainer = made.map_err(|e| failure(rank, e))?;
     let ended = run(training, &mut trainer, barrier);
     match ended {
@@ -59,15 +128,15 @@ fn train<T: Scalar + Element>(
     }
 }
 
-fn run<T: Scalar + Element>(
+fn run<K: Kernels>(
     training: &Training,
-    trainer: &mut Trainer<T>,
+    trainer: &mut Trainer<K>,
     barrier: &mut Barrier<'_>,
 ) -> Result<RankReport, Trouble> {
     let rank = trainer.rank();
     let mut saver = Saver::new(training, trainer)?;
     if let Some(folder) = &training.doc.resume {
-        saver.load(trainer, Path::new(folder), training.doc.weights_only)?;
+        saver.load(training, trainer, Path::new(folder), training.doc.weights_only)?;
     }
     let mut stop = Stop::new(rank, &saver)?;
     barrier(Gate::Start)?;

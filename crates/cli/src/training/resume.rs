@@ -6,13 +6,17 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use crossmesh_checkpoint::Format;
 use crossmesh_train::chain::parameters;
-use crossmesh_train::checkpoint::{Checkpoint, Store};
+use crossmesh_train::checkpoint::hf::LADDER;
+use crossmesh_train::checkpoint::{Checkpoint, Facts, Source, Store};
 use crossmesh_train::config::{Config, Precision, StageSection};
 use crossmesh_train::kernels::cpu::Cpu;
+use crossmesh_train::models::gpt::Residual;
 
 use super::save::model_facts;
 use super::{Training, mesh_text};
+use crate::commands::checkpoint::is_foreign;
 
 /// A checkpoint to go on from.
 #[derive(Debug, Clone)]
@@ -23,23 +27,41 @@ pub struct From {
     pub samples: u64,
     /// Whether only its weights count: the run starts at step 0.
     pub weights_only: bool,
+    pub format: Format,
     /// The config it was saved under; none where another program made it.
     config: Option<String>,
 }
 
 impl From {
-    /// Opens a checkpoint to go on from. An imported model has weights and no past.
+    /// Opens a checkpoint to go on from, whoever wrote it.
     pub fn open(folder: &Path, weights_only: bool) -> Result<Self> {
+        if is_foreign(folder) {
+            return Self::open_foreign(folder, weights_only);
+        }
         let checkpoint = Checkpoint::open(folder)?;
         checkpoint.verify()?;
         let facts = checkpoint.facts();
-        let weights_only = weights_only || facts.optimizer.is_none();
         Ok(Self {
             folder: folder.to_path_buf(),
             step: if weights_only { 0 } else { facts.step },
             samples: if weights_only { 0 } else { facts.samples },
             weights_only,
-            config: facts.run.get("config").and_then(|text| text.as_str()).map(String::from),
+            format: Format::Crossmesh,
+            config: config_of(facts),
+        })
+    }
+
+    /// One of another system: what it lacks is said when it is held against the model.
+    fn open_foreign(path: &Path, weights_only: bool) -> Result<Self> {
+        let catalog = crossmesh_checkpoint::open(path)?;
+        let facts = catalog.facts.as_ref().filter(|_| !weights_only);
+        Ok(Self {
+            folder: path.to_path_buf(),
+            step: facts.map_or(0, |f| f.step),
+            samples: facts.map_or(0, |f| f.samples),
+            weights_only,
+            format: catalog.format,
+            config: facts.and_then(config_of),
         })
     }
 
@@ -71,14 +93,19 @@ impl From {
             Some(Ok(_)) if self.weights_only => vec![],
             Some(Ok(old)) => self.compare(old, training)?,
         };
-        let checkpoint = Checkpoint::open(&self.folder)?;
         let model = &training.resolved.model;
-        self.check_sizes(&checkpoint.facts().model, &model_facts(model))?;
+        let sizes = model_facts(model);
+        let source = Source::open(&self.folder, &sizes, self.weights_only)?;
+        self.check_sizes(source.model(), &sizes)?;
+        // In bf16 it is the masters that go on, and those are f32.
         let wanted = match training.config.train.precision {
-            Precision::F32 => parameters(&*model.with_kernels::<Cpu<f32>>()),
             Precision::F64 => parameters(&*model.with_kernels::<Cpu<f64>>()),
+            Precision::F32 | Precision::Bf16 => parameters(&*model.with_kernels::<Cpu<f32>>()),
         };
-        checkpoint.check_model(&wanted)?;
+        source.check_model(&wanted)?;
+        if !self.weights_only {
+            source.check_past(training.resolved.job.update.optimizer.moment_names())?;
+        }
         Ok(changes)
     }
 
@@ -115,8 +142,20 @@ impl From {
 
     /// Refuses another model. Some of what makes one is in no tensor: epsilon, say.
     fn check_sizes(&self, saved: &serde_json::Value, wanted: &serde_json::Value) -> Result<()> {
+        // Before there were ladders nobody said that a model is none.
+        let serial = serde_json::json!(Residual::Serial.name());
+        let was = |key: &str| saved.get(key).or((key == "residual" && saved.is_object()).then_some(&serial));
+        // A kind says so too; the hint names the key that a config has for it.
+        let kind = |value: &serde_json::Value| {
+            value.as_str().map(|kind| kind.strip_prefix(LADDER).unwrap_or(kind).to_string())
+        };
+        let differs = |key: &str, is: &serde_json::Value, was: &serde_json::Value| match key {
+            "kind" => kind(is) != kind(was),
+            _ => is != was,
+        };
         let keys = wanted.as_object().into_iter().flatten().filter(|(key, _)| *key != "dropout");
-        let differ = keys.filter_map(|(key, is)| Some((key, is, saved.get(key).filter(|was| *was != is)?)));
+        let differ =
+            keys.filter_map(|(key, is)| Some((key, is, was(key).filter(|was| differs(key, is, was))?)));
         let differ: Vec<_> = differ.collect();
         if differ.is_empty() {
             return Ok(());
@@ -147,6 +186,10 @@ impl From {
     }
 }
 
+fn config_of(facts: &Facts) -> Option<String> {
+    facts.run.get("config").and_then(|text| text.as_str()).map(String::from)
+}
+
 /// What another value of a key means for a run that goes on.
 enum Meaning {
     Learns(&'static str),
@@ -168,10 +211,17 @@ impl Meaning {
             ("train", "batch") => {
                 Meaning::Learns("the run goes on at the sample where it stopped, with so many a step")
             }
+            ("train", "device") => {
+                Meaning::Learns("other kernels, whose numbers differ in their last digits")
+            }
             ("train", "seed") => Meaning::Learns("dropout draws other numbers; weights are the checkpoint's"),
             ("train", "steps")
             | ("optimizer", "learning_rate" | "schedule" | "warmup" | "floor" | "decay") => Meaning::Rate,
-            ("optimizer", "zero" | "bucket") | ("train", "microbatches") => Meaning::Layout,
+            (
+                "optimizer",
+                "zero" | "bucket" | "parameters_over" | "gradients_over" | "states_over" | "fixed_order",
+            )
+            | ("train", "microbatches" | "strands") => Meaning::Layout,
             ("optimizer", _) => Meaning::Learns("weights are updated by the new value from here on"),
             _ => Meaning::Nothing,
         }

@@ -13,15 +13,16 @@ use std::path::Path;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crossmesh_comm::collectives::{CallError, Element, GroupId};
+use crossmesh_comm::collectives::{CallError, GroupId};
 use crossmesh_core::id::Rank;
 use crossmesh_train::checkpoint::{
-    Checkpoint, CheckpointError, Convert, Draft, Facts, Moments, OptimizerFacts, Snapshot, StageState,
-    StageTarget, Store, Writing, hf,
+    CheckpointError, Draft, Facts, Moments, OptimizerFacts, Snapshot, Source, StageState, StageTarget, Store,
+    Writing, hf,
 };
 use crossmesh_train::config::AnyModel;
 use crossmesh_train::job::Job;
-use crossmesh_train::kernels::scalar::Scalar;
+use crossmesh_train::kernels::Kernels;
+use crossmesh_train::kernels::scalar::Scalar as _;
 use crossmesh_train::optim::OptimizerConfig;
 use crossmesh_train::runtime::{TrainError, Trainer};
 use crossmesh_train::stage_rank::StageRank;
@@ -64,7 +65,7 @@ type Committing = JoinHandle<Result<Option<String>, CheckpointError>>;
 const LOOK: Duration = Duration::from_millis(5);
 
 impl Saver {
-    pub fn new<T: Scalar + Element>(training: &Training, trainer: &mut Trainer<T>) -> Result<Self, Trouble> {
+    pub fn new<K: Kernels>(training: &Training, trainer: &mut Trainer<K>) -> Result<Self, Trouble> {
         let (job, rank) = (&training.resolved.job, trainer.rank());
         let ranks = job.ranks();
         let world = match ranks.len() {
@@ -87,40 +88,44 @@ impl Saver {
     }
 
     /// Fills the trainer from a checkpoint: with all it has, or with its weights alone.
-    pub fn load<T: Scalar + Element>(
+    pub fn load<K: Kernels>(
         &self,
-        trainer: &mut Trainer<T>,
+        training: &Training,
+        trainer: &mut Trainer<K>,
         folder: &Path,
         weights_only: bool,
     ) -> Result<(), Trouble> {
-        let checkpoint = Checkpoint::open(folder)?;
-        let facts = checkpoint.facts();
-        // An imported model has weights and no past.
-        let past = facts.optimizer.as_ref().filter(|_| !weights_only);
-        trainer.each_stage(|stage| -> Result<(), CheckpointError> {
+        let source = Source::open(folder, &model_facts(&training.resolved.model), weights_only)?;
+        let facts = source.facts().filter(|_| !weights_only);
+        let past = facts.and_then(|facts| facts.optimizer.as_ref());
+        trainer.each_stage(|mut stage| -> Result<(), CheckpointError> {
             let (names, share) = (stage.optimizer.moment_names(), stage.optimizer.share().clone());
-            let moments = stage.optimizer.resume(past.map_or(0, |o| o.steps));
+            let mut weights = vec![K::Real::ZERO; stage.share().runs.len()];
+            let kept = if past.is_some() { names.len() } else { 0 };
+            let mut moments = vec![vec![K::Real::ZERO; share.runs.len()]; kept];
             let values = moments.iter_mut().map(|m| &mut m[..]).collect();
             let target = StageTarget {
                 parameters: stage.parameters,
                 place: &self.place,
-                values: &mut stage.params[..],
-                share: stage.share.clone(),
+                values: &mut weights,
+                share: stage.share().clone(),
                 moments: past.map(|_| Moments { names, values, share }),
             };
-            checkpoint.load(&mut [target], Convert::No).map(drop)
+            source.load(&mut [target])?;
+            stage.replace(&weights, past.map_or(0, |o| o.steps), past.map(|_| &moments[..]));
+            Ok(())
         })?;
-        if past.is_some() {
+        if let Some(facts) = facts.filter(|facts| facts.optimizer.is_some()) {
             trainer.resume_at(facts.step, facts.samples);
         }
         Ok(())
     }
 
     /// Between two steps: goes on with a save, and starts one where it is due. A step that changed nothing is none to push older ones out for.
-    pub fn after_step<T: Scalar + Element>(
+    pub fn after_step<K: Kernels>(
         &mut self,
         training: &Training,
-        trainer: &mut Trainer<T>,
+        trainer: &mut Trainer<K>,
         skipped: bool,
     ) -> Result<(), Trouble> {
         self.go_on(trainer, false)?;
@@ -137,24 +142,24 @@ impl Saver {
     }
 
     /// Saves this step, unless that is under way.
-    pub fn save_now<T: Scalar + Element>(
+    pub fn save_now<K: Kernels>(
         &mut self,
         training: &Training,
-        trainer: &mut Trainer<T>,
+        trainer: &mut Trainer<K>,
         skipped: bool,
     ) -> Result<(), Trouble> {
         if self.saved == Some(trainer.steps()) { Ok(()) } else { self.start(training, trainer, !skipped) }
     }
 
     /// After the last step: what was written has to be complete.
-    pub fn finish<T: Scalar + Element>(&mut self, trainer: &mut Trainer<T>) -> Result<(), Trouble> {
+    pub fn finish<K: Kernels>(&mut self, trainer: &mut Trainer<K>) -> Result<(), Trouble> {
         self.go_on(trainer, true)
     }
 
-    fn start<T: Scalar + Element>(
+    fn start<K: Kernels>(
         &mut self,
         training: &Training,
-        trainer: &mut Trainer<T>,
+        trainer: &mut Trainer<K>,
         is_good: bool,
     ) -> Result<(), Trouble> {
         // One at a time: a slow disk makes training wait rather than fall behind.
@@ -168,10 +173,10 @@ impl Saver {
     }
 
     /// A copy of what this rank writes, and of nothing else.
-    fn snapshot<T: Scalar + Element>(
+    fn snapshot<K: Kernels>(
         &self,
         training: &Training,
-        trainer: &mut Trainer<T>,
+        trainer: &mut Trainer<K>,
     ) -> Result<Snapshot, CheckpointError> {
         let mut draft = Draft::new(trainer.steps(), self.rank);
         trainer.each_stage(|stage| -> Result<(), CheckpointError> {
@@ -180,14 +185,15 @@ impl Saver {
             let saved_before =
                 tied.filter(|tied| tied.stages.contains(&stage.stage) && tied.stages[0] != stage.stage);
             let elsewhere: Vec<&str> = saved_before.map(|tied| tied.name.as_str()).collect();
+            let ((values, share), moments) = (stage.weights(), stage.moments());
             draft.add(&StageState {
                 parameters: stage.parameters,
                 place: &self.place,
-                values: &stage.params[..],
-                share: stage.share.clone(),
+                values: &values,
+                share: share.clone(),
                 moments: Moments {
                     names: stage.optimizer.moment_names(),
-                    values: stage.optimizer.moments().iter().map(|m| &m[..]).collect(),
+                    values: moments.iter().map(|m| &m[..]).collect(),
                     share: stage.optimizer.share().clone(),
                 },
                 elsewhere: &elsewhere,
@@ -197,7 +203,7 @@ impl Saver {
     }
 
     /// Takes a save a step further where all ranks are through with the one before; or waits until it is complete.
-    fn go_on<T: Scalar + Element>(&mut self, trainer: &mut Trainer<T>, wait: bool) -> Result<(), Trouble> {
+    fn go_on<K: Kernels>(&mut self, trainer: &mut Trainer<K>, wait: bool) -> Result<(), Trouble> {
         while let Some(pending) = &mut self.pending {
             let went_on = match pending.committing {
                 None => self.collect(trainer)?,
@@ -213,7 +219,7 @@ impl Saver {
     }
 
     /// Whether all have written their part: the first one then makes the checkpoint complete.
-    fn collect<T: Scalar + Element>(&mut self, trainer: &mut Trainer<T>) -> Result<bool, Trouble> {
+    fn collect<K: Kernels>(&mut self, trainer: &mut Trainer<K>) -> Result<bool, Trouble> {
         let Some(pending) = &mut self.pending else { return Ok(false) };
         if let Some(writing) = pending.writing.take_if(|writing| writing.is_finished()) {
             pending.report = writing.report();
@@ -231,7 +237,7 @@ impl Saver {
     }
 
     /// Whether it is complete.
-    fn complete<T: Scalar + Element>(&mut self, trainer: &mut Trainer<T>) -> Result<bool, Trouble> {
+    fn complete<K: Kernels>(&mut self, trainer: &mut Trainer<K>) -> Result<bool, Trouble> {
         let Some(Pending { committing: Some(committing), .. }) = &mut self.pending else { return Ok(false) };
         if let Some(thread) = committing.take_if(|thread| thread.is_finished()) {
             let panicked = |_| CheckpointError::Parts {
@@ -250,11 +256,7 @@ impl Saver {
     }
 
     /// What every rank has to tell, one after the other.
-    pub fn exchange<T: Scalar + Element>(
-        &self,
-        trainer: &mut Trainer<T>,
-        mine: &[i64],
-    ) -> Result<Vec<i64>, Trouble> {
+    pub fn exchange<K: Kernels>(&self, trainer: &mut Trainer<K>, mine: &[i64]) -> Result<Vec<i64>, Trouble> {
         let Some(world) = self.world else { return Ok(mine.to_vec()) };
         let mut all = vec![0i64; mine.len() * self.ranks.len()];
         let call = |error: CallError| Trouble::from(TrainError::from(error));
@@ -263,9 +265,9 @@ impl Saver {
     }
 
     /// Everybody's report, if all of them have one.
-    fn gather<T: Scalar + Element>(
+    fn gather<K: Kernels>(
         &self,
-        trainer: &mut Trainer<T>,
+        trainer: &mut Trainer<K>,
         mine: i64,
         report: &[u8],
     ) -> Result<Option<Vec<Vec<u8>>>, Trouble> {
@@ -311,12 +313,13 @@ fn place(job: &Job, rank: Rank) -> Result<StageRank, Trouble> {
     Ok(job.place(device, position).map_err(|e| TrainError::Job(e.into()))?)
 }
 
-fn facts<T: Scalar + Element>(training: &Training, trainer: &mut Trainer<T>) -> Result<Facts, Trouble> {
+fn facts<K: Kernels>(training: &Training, trainer: &mut Trainer<K>) -> Result<Facts, Trouble> {
     let job = &training.resolved.job;
-    let (kind, moments): (&str, &[&str]) = match job.update.optimizer {
-        OptimizerConfig::AdamW { .. } => ("adamw", &["exp_avg", "exp_avg_sq"]),
-        OptimizerConfig::Sgd { .. } => ("sgd", &["momentum"]),
+    let kind = match job.update.optimizer {
+        OptimizerConfig::AdamW { .. } => "adamw",
+        OptimizerConfig::Sgd { .. } => "sgd",
     };
+    let moments = job.update.optimizer.moment_names();
     let moments = moments.iter().map(|name| name.to_string()).collect();
     // Fewer than the steps where some were skipped.
     let mut steps = 0;

@@ -6,11 +6,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crossmesh_comm::collectives::Element;
 use crossmesh_comm::error::CommError;
 use crossmesh_comm::launch::asked_to_end;
 use crossmesh_core::id::Rank;
-use crossmesh_train::kernels::scalar::Scalar;
+use crossmesh_train::kernels::Kernels;
 use crossmesh_train::runtime::Trainer;
 
 use super::rank::Trouble;
@@ -40,10 +39,10 @@ impl Stop {
     }
 
     /// After a step that took so long here: whether this was the last.
-    pub fn is_agreed<T: Scalar + Element>(
+    pub fn is_agreed<K: Kernels>(
         &mut self,
         saver: &Saver,
-        trainer: &mut Trainer<T>,
+        trainer: &mut Trainer<K>,
         step_s: f64,
     ) -> Result<bool, Trouble> {
         let Some(asked) = self.asked.as_ref().filter(|_| trainer.steps() >= self.next) else {

@@ -6,8 +6,10 @@ use anyhow::Result;
 use crossmesh_core::id::Rank;
 use crossmesh_core::schedule::{Pass, PassKind};
 use crossmesh_core::sim::simulate;
-use crossmesh_core::step::{PassTimes, Step, StepReport, lower_step};
+use crossmesh_core::step::{PassTimes, Step, StepReport, lower_lists, lower_step};
+use crossmesh_train::by_precision;
 use crossmesh_train::record::StepRecord;
+use crossmesh_train::runtime::step_lists;
 
 use crate::report::train::{RankTimes, Timeline, TimelineRow, TrainReport};
 
@@ -33,7 +35,7 @@ pub fn report(training: &Training, seen: &Seen, tokens: bool) -> TrainReport {
 
 fn timeline(training: &Training, records: &BTreeMap<Rank, StepRecord>) -> Result<Timeline> {
     let step = &training.wiring.step;
-    let predicted = predict(training, measured_times(step.times.len(), records))?;
+    let predicted = predict(training, measured_times(step.times.len(), records))?.report;
     let mut rows = vec![];
     for device in &predicted.devices {
         let span = |(pass, span): &(Pass, crossmesh_core::trace::OpSpan)| {
@@ -55,20 +57,44 @@ fn timeline(training: &Training, records: &BTreeMap<Rank, StepRecord>) -> Result
     })
 }
 
-/// A step of the job, where passes take so long.
-pub fn predict(training: &Training, times: Vec<PassTimes>) -> Result<StepReport> {
-    let again = Step { times, ..training.wiring.step.clone() };
-    let lowered = lower_step(&again)?;
-    Ok(StepReport::of(&again, &lowered, &simulate(&lowered.program, &again.cluster)?))
+/// A step that was simulated.
+pub struct Predicted {
+    pub report: StepReport,
+    /// How many ops of collectives inside passes were left out, because they are too many.
+    pub left_out: usize,
 }
 
-/// How long the passes of every stage took, over microbatches and ranks.
+/// Ops of collectives inside passes that are simulated: more would take minutes.
+const MAX_OPS: usize = 1 << 18;
+
+/// A step of the job, where passes compute for so long. What ranks say to each other inside them is simulated on the same links as what crosses between
+/// stages.
+pub fn predict(training: &Training, times: Vec<PassTimes>) -> Result<Predicted> {
+    let step = Step { times, ..training.wiring.step.clone() };
+    let lists = by_precision!(training.config.train.precision, K => {
+        let model = training.resolved.model.with_kernels::<K>();
+        step_lists(&*model, &training.resolved.job, &training.wiring)?
+    });
+    let lowered = lower_step(&step)?;
+    let ops = lists.num_ops();
+    let (lowered, left_out) = match ops <= MAX_OPS {
+        true => {
+            let lists = lists.retimed(|_, pass| step.times[pass.stage.index()].of(pass).unwrap_or(0));
+            (lower_lists(&lowered, &lists)?, 0)
+        }
+        false => (lowered, ops),
+    };
+    let report = StepReport::of(&step, &lowered, &simulate(&lowered.program, &step.cluster)?);
+    Ok(Predicted { report, left_out })
+}
+
+/// How long the passes of every stage computed, over microbatches and ranks: without what they stood still for others.
 pub fn measured_times(stages: usize, records: &BTreeMap<Rank, StepRecord>) -> Vec<PassTimes> {
     let mut sums: BTreeMap<(usize, PassKind), (f64, f64)> = BTreeMap::new();
     for span in records.values().flat_map(|r| &r.passes) {
         if let Ok(pass) = span.pass.parse::<Pass>() {
             let sum = sums.entry((pass.stage.index(), pass.kind)).or_default();
-            *sum = (sum.0 + span.end - span.start, sum.1 + 1.0);
+            *sum = (sum.0 + span.end - span.start - span.waited, sum.1 + 1.0);
         }
     }
     let mean = |stage: usize, kind: PassKind| sums.get(&(stage, kind)).map(|(sum, count)| sum / count);
@@ -94,7 +120,10 @@ mod tests {
 
     #[test]
     fn times_are_means_over_microbatches_and_ranks() {
-        let pass = |pass: &str, start: f64, end: f64| PassSpan { pass: pass.into(), start, end };
+        let pass = |pass: &str, start: f64, end: f64| {
+            // A quarter of a second of every pass is for others.
+            PassSpan { pass: pass.into(), start, end: end + 0.25, waited: 0.25 }
+        };
         let with = |passes: Vec<PassSpan>| StepRecord { passes, ..record(0, 1.0, 1.0) };
         let first = with(vec![pass("0F0", 0.0, 1.0), pass("0F1", 1.0, 3.0), pass("0BW0", 3.0, 7.0)]);
         let second = with(vec![pass("1F0", 0.0, 0.5), pass("1B0", 0.5, 1.0), pass("1W0", 1.0, 1.25)]);

@@ -41,6 +41,25 @@ pub fn said(command: &mut Command) -> Said {
     }
 }
 
+/// The blocks of shell commands of a page.
+pub fn shell_blocks(page: &str) -> Vec<String> {
+    let blocks = page.split("```sh\n").skip(1);
+    blocks.map(|rest| rest.split("```").next().unwrap().to_string()).collect()
+}
+
+/// A shell that finds the binary, and stops at the first command that fails.
+pub fn shell(script: &str, folder: &Path) -> Command {
+    let program = PathBuf::from(binary().get_program());
+    let path = format!(
+        "{}:{}",
+        program.parent().unwrap().display(),
+        std::env::var_os("PATH").unwrap().to_string_lossy()
+    );
+    let mut command = Command::new("sh");
+    command.args(["-ec", script]).current_dir(folder).env("PATH", path);
+    command
+}
+
 /// With something on stdin.
 pub fn crossmesh_reading(args: &[&str], input: &str) -> Said {
     let piped = || Stdio::piped();

@@ -15,7 +15,7 @@ use crate::combine::Combine;
 use crate::error::CommError;
 use crate::memory::lease::{Borrower, Lease};
 use crate::memory::place::Lent;
-use crate::memory::{Busy, Memory, Place};
+use crate::memory::{Memory, Place, Unavailable};
 
 /// A rank's program with its memory, ready to start.
 #[derive(Debug, Clone)]
@@ -71,7 +71,7 @@ fn in_one_channel(a: &Op, b: &Op) -> bool {
 }
 
 /// All memory of some places, for one engine.
-fn leases(places: &[OpPlaces], borrower: Borrower) -> Result<Vec<Lease>, Busy> {
+fn leases(places: &[OpPlaces], borrower: Borrower) -> Result<Vec<Lease>, Unavailable> {
     let mut known: Vec<&Arc<Memory>> = vec![];
     for place in places.iter().flat_map(|p| [&p.from, &p.into]).flatten() {
         // Most ops are where the op before them was.
@@ -156,7 +156,7 @@ impl Job {
     ) -> Result<Self, CommError> {
         let len = spec.program.ops.len();
         let leases = leases(&spec.places, borrower);
-        let in_use = |e: Busy| CommError::System { me, what: "start a program", cause: e.to_string() };
+        let in_use = |e: Unavailable| CommError::System { me, what: "start a program", cause: e.to_string() };
         let mut job = Self {
             leases: leases.map_err(in_use)?,
             ops: vec![Progress::default(); len],

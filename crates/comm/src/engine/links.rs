@@ -19,6 +19,8 @@ pub(super) struct Peer {
     /// Whether it stands in the list of those that have something to be flushed, and of those that have work.
     pub touched: bool,
     pub works: bool,
+    /// Whether it stands in the list of those that a device has to finish something for.
+    pub awaits: bool,
     pub heard_ns: u64,
     pub waits_for: Option<Rank>,
     /// When we last gave a sign of life, how much had gone to it by then, and whom we said we wait for.
@@ -44,6 +46,7 @@ impl Peer {
             // A new link has a greeting to send.
             touched: true,
             works: false,
+            awaits: false,
             heard_ns: now_ns,
             waits_for: None,
             told_ns: now_ns,
@@ -71,11 +74,15 @@ impl Engine {
         }
     }
 
-    /// After anything was done with a link: whether it goes on without waiting.
+    /// After anything was done with a link: whether it goes on without waiting, or once a device is done.
     pub(super) fn note_work(&mut self, peer: usize) {
         let p = &mut self.peers[peer];
         if !p.lost && p.link.has_work() && !std::mem::replace(&mut p.works, true) {
             self.working.push(peer);
+        }
+        let p = &mut self.peers[peer];
+        if !p.lost && p.link.awaits_device() && !std::mem::replace(&mut p.awaits, true) {
+            self.awaiting.push(peer);
         }
     }
 
@@ -112,10 +119,10 @@ impl Engine {
         // Whoever waits for room has to hear of it here: if nothing is left to write, no event will tell.
         self.wake_parked(peer);
         self.note_work(peer);
-        match result {
-            Ok(()) => self.watch_write(peer),
-            Err(error) => self.on_lost(peer, error),
-        }
+        let Err(error) = result else { return self.watch_write(peer) };
+        // Who hung up may have said why before, and that it was somebody else.
+        self.progress(peer)?;
+        if self.peers[peer].lost { Ok(()) } else { self.on_lost(peer, error) }
     }
 
     pub(super) fn on_lost(&mut self, peer: usize, error: LinkError) -> Result<(), CommError> {

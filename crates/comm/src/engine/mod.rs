@@ -107,10 +107,11 @@ pub struct Engine {
     world: u32,
     peers: Vec<Peer>,
     index_of: FxHashMap<Rank, usize>,
-    /// Peers with something to say that was not flushed, with work that needs no waiting, and those that nothing wakes: a
-    /// step looks at these, and at whoever woke it, however many peers there are.
+    /// Peers with something to say that was not flushed, with work that needs no waiting, with something that a device has to finish,
+    /// and those that nothing wakes: a step looks at these, and at whoever woke it, however many peers there are.
     touched: Vec<usize>,
     working: Vec<usize>,
+    awaiting: Vec<usize>,
     asked: Vec<usize>,
     /// Peers whose links wait for room to write.
     unwritten: usize,
@@ -186,6 +187,7 @@ impl Engine {
             index_of: peers.iter().enumerate().map(|(i, p)| (p.rank, i)).collect(),
             touched: (0..peers.len()).collect(),
             working: vec![],
+            awaiting: vec![],
             asked: (0..peers.len()).filter(|i| peers[*i].link.fd().is_none()).collect(),
             unwritten: 0,
             peers,

@@ -65,10 +65,9 @@ impl Engine {
         let links = woken.into_iter().filter(|who| *who < WAKER).map(|peer| peer as usize);
         let working = std::mem::take(&mut self.working);
         working.iter().for_each(|peer| self.peers[*peer].works = false);
-        // A device is done with something of a link's.
-        let landed = |peer: &usize| self.peers[*peer].link.awaits_device();
-        let landed: Vec<usize> =
-            if counted { (0..self.peers.len()).filter(landed).collect() } else { vec![] };
+        // A device may be done with something of a link's: it is not said of which.
+        let landed = if counted { std::mem::take(&mut self.awaiting) } else { vec![] };
+        landed.iter().for_each(|peer| self.peers[*peer].awaits = false);
         let mut turn: Vec<usize> =
             links.chain(landed).chain(working).chain(self.asked.iter().copied()).collect();
         turn.sort_unstable();

@@ -37,6 +37,8 @@ const TOLD_LINGER_NS: u64 = 50_000_000;
 const AWAY_NS: u64 = 500_000_000;
 /// A peer that has said nothing for so long is silent.
 const SILENT_NS: u64 = 3 * BEAT_NS;
+/// A link that has brought nothing for so long gives its room back: beats come more often, where somebody waits.
+const REST_NS: u64 = 5 * BEAT_NS;
 const LINGER_STEP_NS: u64 = 20_000_000;
 /// The same where nothing wakes us.
 const LINGER_ASK_NS: u64 = 200_000;
@@ -125,6 +127,9 @@ impl Engine {
             }
         }
         let waits_for = self.blamed(now, 2 * BEAT_NS).map(|(_, culprit)| culprit);
+        for p in self.peers.iter_mut().filter(|p| now.saturating_sub(p.heard_ns) > REST_NS) {
+            p.link.rest();
+        }
         for peer in 0..self.peers.len() {
             if self.owes_beat(peer, waits_for, now) {
                 let p = &mut self.peers[peer];

@@ -20,16 +20,34 @@ pub fn fault(error: &CommError) -> Fault {
         CommError::Aborted { reason, .. } | CommError::Interrupted { reason, .. } => (true, reason.clone()),
         other => (false, other.to_string()),
     };
-    Fault { blames: error.culprit(), hearsay, text: text.lines().next().unwrap_or_default().to_string() }
+    Fault { blames: error.culprit(), hearsay, text: said(&text) }
+}
+
+/// The first line of an error, which says what happened, and what may help.
+fn said(text: &str) -> String {
+    let lines = text.lines().enumerate().filter(|(i, line)| *i == 0 || line.starts_with("hint: "));
+    lines.map(|(_, line)| line).collect::<Vec<_>>().join("\n")
 }
 
 /// What to report where somebody could not be connected with.
 pub fn unconnected(me: Rank, error: RendezvousError) -> Fault {
-    let text = error.to_string().lines().next().unwrap_or_default().to_string();
+    let text = said(&error.to_string());
     let blames = match &error {
         RendezvousError::CannotReachPeer { peer, .. } | RendezvousError::BadLink { peer, .. } => Some(*peer),
         RendezvousError::PeersMissing { missing, .. } => missing.first().copied(),
         _ => return fault(&comm_error(me, error)),
     };
     Fault { blames, hearsay: false, text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_goes_with_its_hints_and_nothing_else() {
+        let cause = "no room\n  in a picture\nhint: make some\nhint: or write elsewhere".into();
+        let error = CommError::System { me: Rank(1), what: "save", cause };
+        assert_eq!(fault(&error).text, "r1 cannot save: no room\nhint: make some\nhint: or write elsewhere");
+    }
 }

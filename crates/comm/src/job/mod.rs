@@ -16,6 +16,7 @@ mod fault;
 use std::any::Any;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crossmesh_core::cluster::{Cluster, Host};
@@ -31,6 +32,7 @@ use crate::driver::{Driver, Drives, Promise};
 use crate::engine::{Engine, EngineOptions, Handle, Interrupt, JobReport, JobSpec};
 use crate::environment::{EnvironmentError, Flags, Place, Variables, host_name, late, place};
 use crate::error::CommError;
+use crate::protect::{PROTECT_VARIABLE, Protect, UnknownProtect};
 use crate::rendezvous::{Abort, Fault, Log, Meeting, News, OverSockets, Patience, RendezvousError};
 use agreed::{Agreed, Known};
 pub use fault::{comm_error, fault, unconnected};
@@ -44,6 +46,11 @@ pub struct JoinOptions {
     pub flags: Flags,
     /// Where the environment has none.
     pub secret: Option<Secret>,
+    /// What is done to what passes between hosts, before what the environment says.
+    pub protect: Option<Protect>,
+    /// The how-manieth time the job's processes meet, from 0: after a failure those that are left, with others or without, may meet
+    /// again, as ranks of a new world. Whoever still holds on to an earlier meeting is a stranger then.
+    pub attempt: u32,
     /// How long ranks may take to arrive.
     pub arrive: Duration,
     /// How long nothing may move.
@@ -60,6 +67,8 @@ pub enum JoinError {
     Environment(#[from] EnvironmentError),
     #[error(transparent)]
     Auth(#[from] AuthError),
+    #[error("{PROTECT_VARIABLE}: {0}")]
+    Protect(#[from] UnknownProtect),
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
     #[error(transparent)]
@@ -101,6 +110,8 @@ pub type Outcome = Result<JobReport, StartError>;
 /// See the module.
 pub struct Job {
     driver: Driver<Party>,
+    /// Plans that were started and have not come to an end. The engine does not know those that it was not given yet.
+    under_way: Arc<AtomicUsize>,
     rank: Rank,
     world: u32,
     launcher: &'static str,
@@ -128,7 +139,7 @@ impl Job {
             Collectives::new(rank, engine, cluster_of(&hosts), sharing, CollectiveOptions::default());
         let world_group = comm.world()?;
         let party = Party { comm, meeting: Some(meeting), all: world_group, agreed: Agreed::default() };
-        Ok(Self { driver: Driver::start(party)?, rank, world, launcher, hosts })
+        Ok(Self { driver: Driver::start(party)?, under_way: Arc::default(), rank, world, launcher, hosts })
     }
 
     pub fn rank(&self) -> Rank {
@@ -162,7 +173,15 @@ impl Job {
     /// Compares plans with the others, then runs. `then` is called when there is an outcome.
     pub fn start(&self, work: Work, then: impl FnOnce() + Send + 'static) -> Promise<Outcome> {
         let mut run = Run::New(work);
-        self.driver.when_then(move |party| run.step(party).transpose(), then)
+        let under_way = self.under_way.clone();
+        under_way.fetch_add(1, Ordering::SeqCst);
+        let step = move |party: &mut Party| {
+            let outcome = run.step(party).transpose();
+            // Before anybody hears of it: who has heard may close the job.
+            under_way.fetch_sub(usize::from(outcome.is_some()), Ordering::SeqCst);
+            outcome
+        };
+        self.driver.when_then(step, then)
     }
 
     /// Ends the job for all: this rank is to blame, and why.
@@ -174,7 +193,7 @@ impl Job {
     /// Says farewell; where something is under way, tells the others instead. Waits for them, at most for the deadline.
     pub fn close(self) -> Result<(), CommError> {
         let Ok(mut party) = self.driver.stop() else { return Ok(()) };
-        if party.comm.engine_ref().is_busy() {
+        if self.under_way.load(Ordering::SeqCst) > 0 || party.comm.engine_ref().is_busy() {
             party.abort("it left with a transfer under way".into());
             return Ok(());
         }
@@ -200,6 +219,9 @@ fn meet(
             secret
         }
     };
+    let protect = options.protect.map_or_else(|| Protect::from_variables(variables), Ok)?;
+    let secret = if options.attempt > 0 { secret.again(options.attempt) } else { secret };
+    let secret = secret.protecting(protect);
     let patience = patience(&place, variables, Deadline::after(options.arrive), options.deadline_ms, BARRIER);
     let roster = (0..place.world).map(Rank).collect();
     let heard = interrupt.clone();

@@ -1,5 +1,6 @@
 //! One rank's whole job in `crossmesh run`: fill the source, run the plan, look at every element of the destination.
 
+use std::io;
 use std::sync::Arc;
 
 use crossmesh_core::id::Rank;
@@ -150,7 +151,7 @@ pub fn execute(
         what: "allocate its shards",
         cause: e.to_string(),
     })?;
-    pattern::fill_sources(&buffers);
+    pattern::fill_sources(&buffers).map_err(unreachable_memory(rank))?;
     let mut engine = Engine::new(rank, links, Box::new(Monotonic), options.engine.clone())?;
     let mut run = Run { rank, buffers: &buffers, check: options.check, meter };
     let result = run.repeat(&mut engine, options.repeat, barrier);
@@ -175,7 +176,7 @@ impl Run<'_> {
         let mut report = RankReport { verified: self.check, ..RankReport::idle(self.rank) };
         for job in 0..times {
             let spec = JobSpec::new(job, self.buffers)?;
-            pattern::poison_destinations(self.buffers);
+            pattern::poison_destinations(self.buffers).map_err(unreachable_memory(self.rank))?;
             // The first run shows what runs need.
             let mut meter = self.meter.as_mut().filter(|_| job == 0);
             if let Some(meter) = &mut meter {
@@ -190,7 +191,7 @@ impl Run<'_> {
             report.note(&done);
             if self.check {
                 barrier(Gate::Look)?;
-                self.look(&mut report);
+                self.look(&mut report)?;
             }
         }
         report.memory = self.extra_memory(engine);
@@ -207,10 +208,17 @@ impl Run<'_> {
         })
     }
 
-    fn look(&self, report: &mut RankReport) {
-        if let Some(wrong) = pattern::check_destinations(self.buffers) {
+    fn look(&self, report: &mut RankReport) -> Result<(), CommError> {
+        let wrong = pattern::check_destinations(self.buffers).map_err(unreachable_memory(self.rank))?;
+        if let Some(wrong) = wrong {
             report.verified = false;
             report.wrong.get_or_insert(wrong.to_string());
         }
+        Ok(())
     }
+}
+
+/// What a rank says whose device no longer copies.
+pub(crate) fn unreachable_memory(me: Rank) -> impl Fn(io::Error) -> CommError {
+    move |e| CommError::System { me, what: "fill or check its shards", cause: e.to_string() }
 }

@@ -5,6 +5,7 @@
 //! whatever the order they are added in.
 
 use std::fmt;
+use std::io;
 
 use crossmesh_core::dtype::DType;
 use crossmesh_core::layout::ReduceOp;
@@ -56,35 +57,45 @@ impl<'a> Patterned<'a> {
     }
 
     /// Fills a box with a part of the tensor.
-    pub fn fill(self, region: &Region, part: u32, place: &Place) {
+    pub fn fill(self, region: &Region, part: u32, place: &Place) -> io::Result<()> {
         let (values, element) = (self.values(), self.tensor.dtype.bytes());
         let mut memory = place.memory.own().expect(NO_PROGRAM);
         // Rows follow each other in the box's stream: several go at once where each call costs.
         let (block_bytes, total) = (block_bytes(place), place.bytes());
-        let mut rows = vec![];
+        let (mut rows, mut put) = (vec![], Ok(()));
         for_rows(region, &self.tensor.shape, |index, len, at| {
             (index..index + len)
                 .for_each(|i| rows.extend_from_slice(&values.part(i, u64::from(part)).bytes()));
             let end = (at + len) * element;
             if rows.len() >= block_bytes || end == total {
-                memory.unpack(&place.view, end - rows.len() as u64, &rows);
+                let start = end - rows.len() as u64;
+                put = std::mem::replace(&mut put, Ok(()))
+                    .and_then(|()| memory.unpack(&place.view, start, &rows));
                 rows.clear();
             }
         });
+        put
     }
 
     /// Looks at every element of a box; the first that is not whole and right, if there is one.
-    pub fn check(self, region: &Region, place: &Place) -> Option<Wrong> {
+    pub fn check(self, region: &Region, place: &Place) -> io::Result<Option<Wrong>> {
         let (values, element) = (self.values(), self.tensor.dtype.bytes());
         let memory = place.memory.own().expect(NO_PROGRAM);
         let (block_bytes, total) = (block_bytes(place) as u64, place.bytes());
         let (mut block, mut ahead, mut expected, mut wrong) = (vec![], 0..0, vec![], None);
+        let mut got = Ok(());
         for_rows(region, &self.tensor.shape, |index, len, at| {
+            if got.is_err() {
+                return;
+            }
             let row = at * element..(at + len) * element;
             if row.end > ahead.end {
                 ahead = row.start..(row.start + block_bytes).clamp(row.end, total);
                 block.clear();
-                memory.pack(&place.view, ahead.clone(), &mut block);
+                got = memory.pack(&place.view, ahead.clone(), &mut block);
+                if got.is_err() {
+                    return;
+                }
             }
             let found = &block[(row.start - ahead.start) as usize..(row.end - ahead.start) as usize];
             expected.clear();
@@ -99,7 +110,7 @@ impl<'a> Patterned<'a> {
                 });
             }
         });
-        wrong
+        got.map(|()| wrong)
     }
 }
 
@@ -109,16 +120,17 @@ fn block_bytes(place: &Place) -> usize {
 }
 
 /// Overwrites a box, so that what never arrives is noticed.
-pub fn poison(place: &Place) {
+pub fn poison(place: &Place) -> io::Result<()> {
     let block_bytes = block_bytes(place).max(BLOCK_BYTES);
     let block = vec![POISON; block_bytes];
     let mut memory = place.memory.own().expect(NO_PROGRAM);
     let mut at = 0;
     while at < place.bytes() {
         let len = (place.bytes() - at).min(block_bytes as u64);
-        memory.unpack(&place.view, at, &block[..len as usize]);
+        memory.unpack(&place.view, at, &block[..len as usize])?;
         at += len;
     }
+    Ok(())
 }
 
 /// The tiles of a rank that hold something of their own, each with its pattern.
@@ -135,24 +147,26 @@ fn patterned(
 }
 
 /// Fills a rank's source shards.
-pub fn fill_sources(buffers: &RankBuffers) {
+pub fn fill_sources(buffers: &RankBuffers) -> io::Result<()> {
     for (pattern, tile) in patterned(buffers, |holds| matches!(holds, Holds::Source(_))) {
         let Holds::Source(part) = tile.holds else { continue };
-        pattern.fill(&buffers.program().whole().boxes[tile.region], part, &buffers.whole(tile));
+        pattern.fill(&buffers.program().whole().boxes[tile.region], part, &buffers.whole(tile))?;
     }
+    Ok(())
 }
 
 /// Overwrites a rank's destination shards.
-pub fn poison_destinations(buffers: &RankBuffers) {
-    patterned(buffers, |holds| holds == Holds::Goal).for_each(|(_, tile)| poison(&buffers.whole(tile)));
+pub fn poison_destinations(buffers: &RankBuffers) -> io::Result<()> {
+    patterned(buffers, |holds| holds == Holds::Goal).try_for_each(|(_, tile)| poison(&buffers.whole(tile)))
 }
 
 /// Looks at every element of a rank's destination shards; the first wrong one, if there is one.
-pub fn check_destinations(buffers: &RankBuffers) -> Option<Wrong> {
+pub fn check_destinations(buffers: &RankBuffers) -> io::Result<Option<Wrong>> {
     let mut goals = patterned(buffers, |holds| holds == Holds::Goal);
-    goals.find_map(|(pattern, tile)| {
-        pattern.check(&buffers.program().whole().boxes[tile.region], &buffers.whole(tile))
-    })
+    let wrong = goals.find_map(|(pattern, tile)| {
+        pattern.check(&buffers.program().whole().boxes[tile.region], &buffers.whole(tile)).transpose()
+    });
+    wrong.transpose()
 }
 
 /// Calls with every row of a box, long ones in pieces: the first global index, the length, and the place in the box, in

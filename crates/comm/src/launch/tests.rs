@@ -92,11 +92,14 @@ fn a_pipe_that_somebody_else_holds_delays_nothing() {
 fn the_first_failure_ends_all_with_its_code() {
     let (signals, _turn) = signals();
     let (sink, seen) = lines();
-    // A grandchild in the background, and one that will not listen.
+    // A grandchild in the background, and one that will not listen; the failure waits for both to have said who they are.
+    let folder = tempfile::tempdir().unwrap();
+    let mark = |name: &str| folder.path().join(name).display().to_string();
+    let (a, b) = (mark("a"), mark("b"));
     let processes = vec![
-        shell(0, "sleep 60 & echo $!; wait"),
-        shell(1, "trap '' TERM; echo $$; while :; do sleep 1; done"),
-        shell(2, "sleep 0.2; exit 7"),
+        shell(0, &format!("sleep 60 & echo $!; touch {a}; wait")),
+        shell(1, &format!("trap '' TERM; echo $$; touch {b}; while :; do sleep 1; done")),
+        shell(2, &format!("until [ -e {a} ] && [ -e {b} ]; do sleep 0.02; done; exit 7")),
     ];
     let job = Job::start(processes, sink, PROMPT).unwrap();
     let pids = job.pids();

@@ -11,6 +11,8 @@
 //! it makes and reads what it needs of memory that its program is lent; and collectives cut a memory into buffers, each of
 //! which has one owner.
 
+use std::io;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -51,25 +53,31 @@ impl InUse {
     }
 }
 
-/// Somebody else has the memory.
+/// Why a memory cannot be had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the memory is in use\nhint: wait for the program that runs on it, or give each its own")]
-pub struct Busy;
+#[non_exhaustive]
+pub enum Unavailable {
+    #[error("the memory is in use\nhint: wait for the program that runs on it, or give each its own")]
+    InUse,
+    /// Whoever made the segment writes to it as it likes: here nobody can have it to himself.
+    #[error("the memory belongs to a peer, which may write to it at any time\nhint: copy out of it")]
+    OfPeer,
+}
 
 impl Memory {
     /// The memory for its owner, alone.
-    pub fn own(&self) -> Result<Owned<'_>, Busy> {
+    pub fn own(&self) -> Result<Owned<'_>, Unavailable> {
+        if !self.writable {
+            return Err(Unavailable::OfPeer);
+        }
         let mut state = self.in_use.lock();
         if *state != Use::Free {
-            return Err(Busy);
+            return Err(Unavailable::InUse);
         }
         *state = Use::Owned;
         Ok(Owned(self))
     }
 }
-
-/// What an owner of a device's memory cannot do without.
-const LOST: &str = "the device copies what its owner asks for";
 
 /// A memory that nobody else touches.
 #[derive(Debug)]
@@ -94,34 +102,30 @@ impl Owned<'_> {
         unsafe { self.0.elements_mut(at, len) }
     }
 
-    /// Puts bytes at `offset` of a view's stream.
-    ///
-    /// # Panics
-    /// If it is memory of a device that no longer works.
-    pub fn unpack(&mut self, view: &View, offset: u64, mut bytes: &[u8]) {
+    /// Puts bytes at `offset` of a view's stream. Only a device can fail at it.
+    pub fn unpack(&mut self, view: &View, offset: u64, mut bytes: &[u8]) -> io::Result<()> {
         if self.0.gpu().is_some() {
             // SAFETY: nobody else has the memory.
-            return unsafe { self.0.unpack_to_device(view, offset, bytes, None) }.expect(LOST);
+            return unsafe { self.0.unpack_to_device(view, offset, bytes, None) };
         }
         for (at, len) in view.runs(offset..offset + bytes.len() as u64) {
             let (head, rest) = bytes.split_at(len as usize);
             self.elements_mut::<u8>(at, head.len()).copy_from_slice(head);
             bytes = rest;
         }
+        Ok(())
     }
 
-    /// Appends a part of a view's stream.
-    ///
-    /// # Panics
-    /// If it is memory of a device that no longer works.
-    pub fn pack(&self, view: &View, part: std::ops::Range<u64>, out: &mut Vec<u8>) {
+    /// Appends a part of a view's stream. Only a device can fail at it.
+    pub fn pack(&self, view: &View, part: Range<u64>, out: &mut Vec<u8>) -> io::Result<()> {
         if self.0.gpu().is_some() {
             // SAFETY: nobody else has the memory.
-            return unsafe { self.0.pack_from_device(view, part, out) }.expect(LOST);
+            return unsafe { self.0.pack_from_device(view, part, out) };
         }
         for (at, len) in view.runs(part) {
             out.extend_from_slice(self.elements(at, len as usize));
         }
+        Ok(())
     }
 }
 
@@ -130,12 +134,15 @@ impl Owned<'_> {
 pub(crate) struct Lease(Arc<Memory>);
 
 impl Lease {
-    pub fn new(memory: &Arc<Memory>, borrower: Borrower) -> Result<Self, Busy> {
+    pub fn new(memory: &Arc<Memory>, borrower: Borrower) -> Result<Self, Unavailable> {
+        if !memory.writable {
+            return Err(Unavailable::OfPeer);
+        }
         let mut state = memory.in_use.lock();
         *state = match *state {
             Use::Free => Use::Lent { to: borrower, programs: 1 },
             Use::Lent { to, programs } if to == borrower => Use::Lent { to, programs: programs + 1 },
-            Use::Lent { .. } | Use::Owned => return Err(Busy),
+            Use::Lent { .. } | Use::Owned => return Err(Unavailable::InUse),
         };
         drop(state);
         Ok(Self(Arc::clone(memory)))
@@ -161,15 +168,15 @@ mod tests {
         let memory = Arc::new(Memory::private(64).unwrap());
         let (one, other) = (Borrower::new(), Borrower::new());
         let owned = memory.own().unwrap();
-        assert_eq!(memory.own().err(), Some(Busy));
-        assert_eq!(Lease::new(&memory, one).err(), Some(Busy));
+        assert_eq!(memory.own().err(), Some(Unavailable::InUse));
+        assert_eq!(Lease::new(&memory, one).err(), Some(Unavailable::InUse));
         drop(owned);
         let leases = [Lease::new(&memory, one).unwrap(), Lease::new(&memory, one).unwrap()];
-        assert_eq!(Lease::new(&memory, other).err(), Some(Busy));
-        assert_eq!(memory.own().err(), Some(Busy));
+        assert_eq!(Lease::new(&memory, other).err(), Some(Unavailable::InUse));
+        assert_eq!(memory.own().err(), Some(Unavailable::InUse));
         let [first, second] = leases;
         drop(first);
-        assert_eq!(memory.own().err(), Some(Busy), "one program still runs");
+        assert_eq!(memory.own().err(), Some(Unavailable::InUse), "one program still runs");
         drop(second);
         assert!(memory.own().is_ok());
     }

@@ -6,8 +6,8 @@
 //! - in this process a memory belongs to one owner or to one engine at a time ([`lease`]), which safe code cannot get around;
 //! - an engine reaches bytes through [`place::Lent`], of which it says that its program has them;
 //! - a peer that has the segment mapped can only read it: the segment is sealed against any further writing but through our own
-//!   mapping. What a peer puts into a segment of its own while we copy out of it changes values, never what is sound: any
-//!   bits are an element, and nothing of it is kept as a slice beyond the copy.
+//!   mapping. What a peer puts into a segment of its own while we copy out of it changes values, never what is sound: its bytes
+//!   have no owner here, are never a slice, and are copied by pointer; any bits are an element.
 #![allow(unsafe_code)]
 
 pub mod foreign;
@@ -28,7 +28,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
-pub use lease::{Busy, Owned};
+pub use lease::{Owned, Unavailable};
 pub use place::Place;
 
 use crate::collectives::Element;
@@ -199,10 +199,28 @@ impl Memory {
         (at as usize, len as usize)
     }
 
+    /// Copies out of it, also where a peer may be writing: what it writes meanwhile is there or not, byte by byte.
+    ///
+    /// # Safety
+    /// Nobody in this process writes to these bytes meanwhile, or has the bytes of `out` that many.
+    unsafe fn copy_out(&self, at: u64, out: *mut u8, len: u64) {
+        let (at, len) = self.check((at, len));
+        // SAFETY: in bounds and mapped; the caller sees to the rest.
+        unsafe { std::ptr::copy_nonoverlapping(self.start.as_ptr().add(at), out, len) };
+    }
+
+    /// Copies out of a peer's segment, as it is at present; and of no other memory: that has an owner.
+    pub fn read_of_peer(&self, at: u64, out: &mut [u8]) {
+        assert!(!self.writable, "what is read of is a peer's");
+        // SAFETY: it is mapped here to be read only, and `out` has its bytes to itself.
+        unsafe { self.copy_out(at, out.as_mut_ptr(), out.len() as u64) };
+    }
+
     /// # Safety
     /// Nobody in this process writes to these bytes while the slice lives.
     unsafe fn slice(&self, run: (u64, u64)) -> &[u8] {
         let (at, len) = self.check(run);
+        assert!(self.writable, "a peer's memory is copied out of, not looked at");
         // SAFETY: in bounds, mapped and initialised (zero pages); the caller sees to the rest.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(at), len) }
     }
@@ -257,6 +275,7 @@ impl Memory {
     pub(crate) unsafe fn elements<T: Element>(&self, at: u64, len: usize) -> &[T] {
         let (at, _) = self.check((at, (len * size_of::<T>()) as u64));
         self.check_aligned::<T>(at);
+        assert!(self.writable, "a peer's memory is copied out of, not looked at");
         // SAFETY: in bounds and aligned; any bits are an element (`Element` is sealed). The
         // caller sees to the rest.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(at).cast(), len) }
@@ -340,9 +359,17 @@ mod tests {
     fn a_peer_reads_what_is_shared_and_writes_nothing() {
         let mine = Memory::shared(10_000).unwrap();
         let segment = || mine.segment().unwrap().try_clone_to_owned().unwrap();
-        let theirs = Memory::of_peer(segment()).unwrap();
+        let theirs = Arc::new(Memory::of_peer(segment()).unwrap());
+        let read = || {
+            let mut bytes = [0; 200];
+            theirs.read_of_peer(5000, &mut bytes);
+            bytes
+        };
         mine.own().unwrap().elements_mut::<u8>(5000, 200).fill(7);
-        assert_eq!(theirs.own().unwrap().elements::<u8>(5000, 200), [7; 200]);
+        assert_eq!(read(), [7; 200]);
+        // Its maker may write whenever it likes, so nobody has it, and no engine is lent it.
+        assert_eq!(theirs.own().err(), Some(Unavailable::OfPeer));
+        assert_eq!(lease::Lease::new(&theirs, lease::Borrower::new()).err(), Some(Unavailable::OfPeer));
 
         assert_eq!(
             map(&segment(), 4096, ProtFlags::WRITE).unwrap_err().kind(),
@@ -357,7 +384,7 @@ mod tests {
         assert_eq!(rustix::io::write(&again, b"x"), Err(Errno::PERM));
         // What we write is still seen.
         mine.own().unwrap().elements_mut::<u8>(5000, 1)[0] = 9;
-        assert_eq!(theirs.own().unwrap().elements::<u8>(5000, 1), [9]);
+        assert_eq!(read()[..2], [9, 7]);
     }
 
     #[test]

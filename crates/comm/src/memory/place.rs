@@ -11,6 +11,9 @@ use crate::checksum;
 use crate::combine::Combine;
 use crate::view::View;
 
+/// What a peer has written is combined in pieces that stay in a core's first cache, and end with an element.
+const BOUNCE_BYTES: usize = 8 << 10;
+
 /// A box in some memory.
 #[derive(Debug, Clone)]
 pub struct Place {
@@ -116,8 +119,8 @@ impl Lent {
     pub(crate) fn read(&self, part: Range<u64>, mut out: &mut [u8]) {
         for run in self.0.view.runs(part) {
             let (head, rest) = out.split_at_mut(run.1 as usize);
-            // SAFETY: see `Lent::of`.
-            head.copy_from_slice(unsafe { self.0.memory.slice(run) });
+            // SAFETY: see `Lent::of`; `head` is as long as the run, and ours.
+            unsafe { self.0.memory.copy_out(run.0, head.as_mut_ptr(), run.1) };
             out = rest;
         }
     }
@@ -146,13 +149,34 @@ impl Lent {
             let apart = !Arc::ptr_eq(&self.0.memory, &from.0.memory) || a.0 + len <= b.0 || b.0 + len <= a.0;
             assert!(apart, "bytes {}..+{len} are copied onto {}", a.0, b.0);
             // SAFETY: see `Lent::of`, and the two do not overlap.
-            let (into, from) =
-                unsafe { (self.0.memory.slice_mut((b.0, len)), from.0.memory.slice((a.0, len))) };
-            put(into, from, combine);
+            unsafe { put_copied(self.0.memory.slice_mut((b.0, len)), &from.0.memory, a.0, combine) };
             let rest = |run: (u64, u64)| (run.1 > len).then_some((run.0 + len, run.1 - len));
             have = rest(a).or_else(|| source.next());
             want = rest(b).or_else(|| target.next());
         }
+    }
+}
+
+/// The same with bytes that lie at `at` of a memory, which may be a peer's: those are never a slice.
+///
+/// # Safety
+/// Nobody in this process writes to them meanwhile.
+unsafe fn put_copied(into: &mut [u8], from: &Memory, at: u64, combine: Option<Combine>) {
+    let len = into.len() as u64;
+    match combine {
+        // SAFETY: the caller says so, and `into` is a slice of its own.
+        None => unsafe { from.copy_out(at, into.as_mut_ptr(), len) },
+        Some(combine) if !from.writable => {
+            let mut bounce = [0; BOUNCE_BYTES];
+            for (into, at) in into.chunks_mut(BOUNCE_BYTES).zip((at..).step_by(BOUNCE_BYTES)) {
+                let bounce = &mut bounce[..into.len()];
+                // SAFETY: as above.
+                unsafe { from.copy_out(at, bounce.as_mut_ptr(), bounce.len() as u64) };
+                combine.apply(into, bounce);
+            }
+        }
+        // SAFETY: it is ours, and the caller says that nobody writes to it.
+        Some(combine) => combine.apply(into, unsafe { from.slice((at, len)) }),
     }
 }
 
@@ -172,6 +196,28 @@ mod tests {
         let place = Place { memory: memory.clone(), view: View::of_box(base, held, region, 2).unwrap() };
         // SAFETY: a test is one thread, and none of its places overlap.
         unsafe { Lent::of(&place) }.clone()
+    }
+
+    /// More than the bounce buffer holds, of elements that would notice being cut.
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri has no shared memory")]
+    fn what_a_peer_shares_is_copied_and_combined() {
+        use crossmesh_core::{dtype::DType, layout::ReduceOp};
+        let elements = (3 * BOUNCE_BYTES / 8 + 5) as u64;
+        let shared = Arc::new(Memory::shared(8 * elements).unwrap());
+        shared.own().unwrap().elements_mut::<f64>(0, elements as usize).fill(1.5);
+        let theirs = Memory::of_peer(shared.segment().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        let mine = Arc::new(Memory::private(8 * elements).unwrap());
+        let whole = |memory: &Arc<Memory>| {
+            let view = View::from_parts(0, 8 * elements, &[], memory.len()).unwrap();
+            let place = Place { memory: memory.clone(), view };
+            // SAFETY: a test is one thread.
+            unsafe { Lent::of(&place) }.clone()
+        };
+        let (from, into) = (whole(&Arc::new(theirs)), whole(&mine));
+        into.copy_from(&from, 0..8 * elements, None);
+        into.copy_from(&from, 0..8 * elements, Some(Combine::new(DType::F64, ReduceOp::Sum)));
+        assert!(mine.own().unwrap().elements::<f64>(0, elements as usize).iter().all(|e| *e == 3.0));
     }
 
     #[test]

@@ -73,10 +73,14 @@ impl Beside {
             secret: &secret,
             patience,
         };
-        let member = match host {
+        let mut member = match host {
             Some(host) => Member::join_as_root(&ticket, host.listener, on_news, log)?,
             None => Member::join(&ticket, on_news, log)?,
         };
+        // A rank that is done waits here while others still need its side of a transfer to move.
+        if let Some(mover) = theirs.mover() {
+            member.moves(mover);
+        }
         Ok(Self { theirs, member })
     }
 }

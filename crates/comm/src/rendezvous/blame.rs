@@ -59,19 +59,6 @@ impl Abort {
     }
 }
 
-impl Abort {
-    /// Without signs that a terminal would obey, and not too long: it may come from anybody who knows the secret.
-    pub(super) fn plain(self) -> Self {
-        let plain = |text: String| -> String {
-            text.chars().take(MAX_TEXT).map(|c| if c.is_control() { ' ' } else { c }).collect()
-        };
-        let or = self.or.map(|(rank, host)| (rank, plain(host)));
-        Self { culprit: self.culprit, host: plain(self.host), text: plain(self.text), or }
-    }
-}
-
-/// More is not read by anybody.
-const MAX_TEXT: usize = 4096;
 /// Of those who did not answer, so many are told of.
 const MAX_LATE: usize = 4;
 
@@ -622,15 +609,6 @@ mod tests {
         assert!(sent.has_seen_all(Rank(6)));
         sent.reach.insert((Rank(2), Rank(4)), Reach::Answers);
         assert!(sent.has_seen_all(Rank(2)), "nobody is asked whether it reaches itself");
-    }
-
-    #[test]
-    fn a_terminal_obeys_nobody() {
-        let rude =
-            Abort::new(Rank(1), "h\x1b[2J", "is gone\x07\x1b]0;title\x07".to_string() + &"x".repeat(9000));
-        let said = rude.plain().to_string();
-        assert!(!said.contains(char::is_control) && said.len() < 9000, "{said}");
-        assert!(said.starts_with("r1 on h [2J is gone"), "{said}");
     }
 
     #[test]

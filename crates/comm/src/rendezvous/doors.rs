@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crossmesh_core::id::Rank;
 
+use super::check::UNIX_PREFIX;
 use super::{Entry, RendezvousError};
 use crate::auth::{self, AuthError, Claim, Role, Secret};
 use crate::deadline::{Deadline, Socket, StreamError};
@@ -43,7 +44,7 @@ impl Doors {
         let tcp = TcpListener::bind(SocketAddr::new(ip, 0))?;
         let tcp_addr = tcp.local_addr()?;
         // A fresh name every time: tests run many ranks in one process.
-        let unix_name = format!("crossmesh-{rank}-{}-{}", std::process::id(), tcp_addr.port());
+        let unix_name = format!("{UNIX_PREFIX}{rank}-{}-{}", std::process::id(), tcp_addr.port());
         let unix = UnixListener::bind_addr(&UnixAddr::from_abstract_name(&unix_name)?)?;
         unix.set_nonblocking(true)?;
         rustix::net::listen(&unix, BACKLOG)?;

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crossmesh_core::id::Rank;
 
-use super::{Abort, Connection, Fault, Log, Member, OnNews, Patience, RendezvousError, Ticket};
+use super::{Abort, Connection, Fault, Log, Member, Mover, OnNews, Patience, RendezvousError, Ticket};
 use crate::auth::Secret;
 use crate::buffer::Sharing;
 use crate::clock::ClockOffset;
@@ -41,6 +41,11 @@ pub trait Meeting: Send {
 
     /// Says how much of the NICs each connection made from now on will have to itself. Who has no use for it forgets it.
     fn expect_shares(&mut self, _shares: Shares) {}
+
+    /// What has to be called again and again while a rank waits elsewhere. None where bytes move by themselves.
+    fn mover(&self) -> Option<Mover> {
+        None
+    }
 
     /// Waits until every rank has come this far.
     fn barrier(&mut self, deadline: Deadline) -> Result<(), RendezvousError>;

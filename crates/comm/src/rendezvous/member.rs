@@ -10,14 +10,16 @@ use std::time::Duration;
 
 use crossmesh_core::id::Rank;
 
+use super::check::plain_host;
 use super::doors::{Arrivals, Doors, knock, make_roomy};
 use super::node::{Command, Heard, Limits, Node};
 use super::reactor::{self, Post, Setup};
-use super::{Abort, Connection, Entry, Fault, Log, OnNews, Patience, RendezvousError};
+use super::{Abort, Connection, Entry, Fault, Log, Mover, OnNews, Patience, RendezvousError};
 use crate::auth::{AuthError, Claim, Dialing, Refusal, Role, Secret};
 use crate::clock::{Clock, ClockOffset, Monotonic};
 use crate::deadline::{Deadline, Socket, StreamError, read_some_by, write_all_by};
 use crate::launch::continued_ns;
+use crate::protect::Session;
 
 /// The root may open a moment after we knock.
 const RETRY: Duration = Duration::from_millis(20);
@@ -30,6 +32,9 @@ const SHORTEST_PROOF: Duration = Duration::from_millis(300);
 const GONE_TRIES: u32 = 10;
 /// A verdict comes within this time; see `node::trouble`.
 const VERDICT: Duration = Duration::from_secs(4);
+
+/// How often what somebody has to move is moved while we wait.
+const MOVE: Duration = Duration::from_micros(200);
 
 /// Where and as whom to join.
 pub struct Ticket<'a> {
@@ -61,12 +66,14 @@ pub struct Member {
     post: Post,
     thread: Option<JoinHandle<()>>,
     arrivals: Arc<Arrivals>,
+    /// What has to be called while this rank waits here, so that others' bytes go on.
+    mover: Option<Mover>,
 }
 
 /// Where the root is.
 enum Way {
     Here(TcpListener),
-    There(Socket),
+    There(Connection),
 }
 
 impl Member {
@@ -78,12 +85,12 @@ impl Member {
             let listener = listen(ticket.master, ticket.patience.arrive)?;
             return Self::join_as_root(ticket, listener, on_news, log);
         }
-        let (stream, root) = enter(ticket, first)?;
+        let (stream, root, session) = enter(ticket, first)?;
         let doors = Doors::open(stream.local_addr()?.ip(), ticket.rank)?;
         let me = entry(ticket, &doors);
         let now = Monotonic.now_ns();
         let node = Node::member(me.clone(), root, 0, limits(&ticket.patience, now), now);
-        Self::start(ticket, node, me, doors, Way::There(Socket::Tcp(stream)), on_news, log)
+        Self::start(ticket, node, me, doors, Way::There((Socket::Tcp(stream), session)), on_news, log)
     }
 
     /// The same for the first rank, at a listener that is open already.
@@ -114,15 +121,14 @@ impl Member {
         let arrivals = Arc::new(Arrivals::default());
         let (root_door, root) = match way {
             Way::Here(listener) => (Some(listener), None),
-            Way::There(socket) => (None, Some(socket)),
+            Way::There(connection) => (None, Some(connection)),
         };
         let is_root = root_door.is_some();
-        let world = ticket.roster.last().map_or(0, |last| last.0 + 1);
         let secret = ticket.secret.clone();
         let setup = Setup {
             node,
             me: me.clone(),
-            world,
+            roster: ticket.roster.clone(),
             doors,
             root_door,
             root,
@@ -149,6 +155,7 @@ impl Member {
             post,
             thread: Some(thread),
             arrivals,
+            mover: None,
         };
         member.wait_for_all()?;
         Ok(member)
@@ -162,6 +169,11 @@ impl Member {
                 return Ok(());
             }
         }
+    }
+
+    /// From now on this is called again and again wherever this rank waits for others.
+    pub fn moves(&mut self, mover: Mover) {
+        self.mover = Some(mover);
     }
 
     /// Waits until every rank has come this far.
@@ -253,10 +265,7 @@ impl Member {
             return Err(RendezvousError::Aborted(abort.clone()));
         }
         let timed_out = |d: Deadline| RendezvousError::BarrierTimedOut(d.allowed_s());
-        let heard = match deadline {
-            None => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            Some(deadline) => self.inbox.recv_timeout(deadline.left().unwrap_or_default()),
-        };
+        let heard = self.next_word(deadline);
         match (heard, deadline) {
             (Ok(Heard::Abort(abort)), _) => {
                 self.aborted = Some(abort.clone());
@@ -269,6 +278,22 @@ impl Member {
             (Ok(heard), _) => Ok(heard),
             (Err(RecvTimeoutError::Timeout), Some(deadline)) => Err(timed_out(deadline)),
             (Err(_), _) => Err(StreamError::Closed.into()),
+        }
+    }
+
+    fn next_word(&mut self, deadline: Option<Deadline>) -> Result<Heard, RecvTimeoutError> {
+        loop {
+            let left = deadline.map(|d| d.left().unwrap_or_default());
+            let heard = match (left, &self.mover) {
+                (None, None) => return self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                (Some(left), None) => return self.inbox.recv_timeout(left),
+                (left, Some(_)) => self.inbox.recv_timeout(left.map_or(MOVE, |left| left.min(MOVE))),
+            };
+            let is_late = deadline.is_some_and(|d| d.passed());
+            match (heard, &mut self.mover) {
+                (Err(RecvTimeoutError::Timeout), Some(mover)) if !is_late => mover(),
+                (heard, _) => return heard,
+            }
         }
     }
 
@@ -315,7 +340,7 @@ impl Drop for Member {
 fn entry(ticket: &Ticket<'_>, doors: &Doors) -> Entry {
     Entry {
         rank: ticket.rank,
-        host: ticket.host.into(),
+        host: plain_host(ticket.host),
         pid: std::process::id(),
         tcp: doors.tcp_addr,
         unix: doors.unix_name.clone(),
@@ -397,7 +422,7 @@ impl Attempts {
 }
 
 /// Knocks until the root opens, and proves itself there.
-fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry), RendezvousError> {
+fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry, Session), RendezvousError> {
     let addr = format!("{}:{}", ticket.master.0, ticket.master.1);
     let claim = Claim { role: Role::Rendezvous, from: ticket.rank, to: root };
     let deadline = ticket.patience.arrive;
@@ -414,12 +439,15 @@ fn enter(ticket: &Ticket<'_>, root: Rank) -> Result<(TcpStream, Entry), Rendezvo
             Err(error) if left < SHORTEST_PROOF => tries.cause = error.to_string(),
             Err(error) => tries.failed(&error),
             Ok(stream) => {
-                (tries.dark, tries.was_there, tries.refused, refused) = (false, true, 0, None);
+                (tries.dark, tries.was_there, tries.refused) = (false, true, 0);
+                // A try that had no time left says nothing new of who listens there.
+                let in_earnest = left >= SHORTEST_PROOF;
+                refused = refused.filter(|_| !in_earnest);
                 let tcp = stream.peer_addr()?;
                 // One that says nothing is left in time to see whether it can still be reached.
                 let patience = deadline.or_after((left / 2).max(SHORTEST_PROOF));
                 match prove(&stream, ticket.secret, claim, patience, &mut tries) {
-                    Ok(()) => return Ok((stream, root_entry(root, ticket, tcp))),
+                    Ok(session) => return Ok((stream, root_entry(root, ticket, tcp), session)),
                     // A root that is about to open, or close, or that strangers crowd, may hang up on us.
                     Err(AuthError::Stream(StreamError::Closed)) => tries.cause = "it hung up".into(),
                     Err(AuthError::Stream(StreamError::TimedOut(_))) => {
@@ -458,7 +486,7 @@ fn prove(
     claim: Claim,
     deadline: Deadline,
     tries: &mut Attempts,
-) -> Result<(), AuthError> {
+) -> Result<Session, AuthError> {
     let mut link = Socket::Tcp(stream.try_clone().map_err(StreamError::Io)?);
     let mut out = vec![];
     let mut dialing = Dialing::start(secret, claim, &mut out)?;
@@ -473,8 +501,8 @@ fn prove(
                 Err(error) => return Err(error.into()),
             }
         }
-        if dialing.take(&bytes, &mut out)?.is_some() {
-            return Ok(());
+        if let Some(session) = dialing.take(&bytes, &mut out)? {
+            return Ok(session);
         }
     }
 }

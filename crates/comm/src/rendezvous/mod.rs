@@ -31,7 +31,9 @@ use crate::transport::LinkError;
 
 pub mod beside;
 mod blame;
+mod check;
 mod doors;
+mod guard;
 mod meeting;
 mod member;
 mod message;
@@ -56,6 +58,9 @@ pub enum News<'a> {
 
 /// Called on another thread, maybe in the middle of a run. News of a suspect should be taken quickly.
 pub type OnNews = Arc<dyn Fn(News<'_>) + Send + Sync>;
+
+/// Moves bytes that move only when they are told to.
+pub type Mover = Box<dyn FnMut() + Send>;
 
 /// How long the ranks of a job wait for each other.
 #[derive(Debug, Clone, Copy)]
@@ -167,6 +172,8 @@ impl std::fmt::Display for RankNames<'_> {
     }
 }
 
+#[cfg(test)]
+mod hostile;
 #[cfg(test)]
 mod sim;
 #[cfg(test)]

@@ -14,6 +14,7 @@
 //! A rank answers from a thread that does nothing else, so one that is busy still answers; one that was stopped, or whose
 //! host was cut off, does not. Silence counts only while we ourselves were there to listen: see [`Absence`].
 
+use super::check::LONGEST_NS;
 use crate::clock::ClockOffset;
 
 const MS: u64 = 1_000_000;
@@ -79,8 +80,11 @@ impl Pulse {
     /// By how much ours is ahead of a third, given by how much the other is.
     pub fn ahead_of(&self, others: ClockOffset, now_ns: u64) -> Option<ClockOffset> {
         let ours = self.offset(now_ns)?;
-        let (offset_ns, error_ns) = (others.offset_ns - ours.offset_ns, others.error_ns + ours.error_ns);
-        Some(ClockOffset { offset_ns, error_ns })
+        let offset_ns = others.offset_ns.checked_sub(ours.offset_ns)?;
+        let error_ns = others.error_ns.checked_add(ours.error_ns)?;
+        // What nobody would believe is not passed on.
+        let is_sane = offset_ns.unsigned_abs().max(error_ns) <= LONGEST_NS;
+        is_sane.then_some(ClockOffset { offset_ns, error_ns })
     }
 }
 
@@ -124,7 +128,7 @@ impl Absence {
 
 fn aged(offset: ClockOffset, from_ns: u64, to_ns: u64) -> ClockOffset {
     let drift = (to_ns.saturating_sub(from_ns) as f64 * DRIFT) as u64;
-    ClockOffset { error_ns: offset.error_ns + drift, ..offset }
+    ClockOffset { error_ns: offset.error_ns.saturating_add(drift), ..offset }
 }
 
 #[cfg(test)]

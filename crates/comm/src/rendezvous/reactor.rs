@@ -8,7 +8,7 @@
 //! Who has not proven itself costs a connection and at most 52 bytes, for at most five seconds; of too many the oldest
 //! goes. A rank that is dropped by such a crowd knocks again. What is logged about strangers is bounded too.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,7 +21,7 @@ use std::time::Duration;
 use crossmesh_core::id::Rank;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
-use super::doors::{Arrivals, Doors};
+use super::doors::{Arrivals, Connection, Doors};
 use super::message::{Reach, Say};
 use super::node::{Action, Command, Ended, Heard, Input, LinkId, Node};
 use super::wire::{Turn, Wire};
@@ -92,13 +92,13 @@ impl Post {
 pub struct Setup {
     pub node: Node,
     pub me: Entry,
-    /// Ranks are below this.
-    pub world: u32,
+    /// The job's ranks.
+    pub roster: BTreeSet<Rank>,
     pub doors: Doors,
     /// Where everybody comes first, at the root.
     pub root_door: Option<TcpListener>,
-    /// The connection to the root, as link 0.
-    pub root: Option<Socket>,
+    /// The connection to the root, as link 0, and what protects it.
+    pub root: Option<Connection>,
     pub secret: Secret,
     pub arrivals: Arc<Arrivals>,
     pub heard: Sender<Heard>,
@@ -113,7 +113,10 @@ struct Reactor {
     commands: Receiver<Command>,
     post: Post,
     wires: BTreeMap<LinkId, Wire>,
-    strangers: VecDeque<LinkId>,
+    /// Those whose dial or handshake is under way, by when it has to be over: while thousands knock, a turn looks at the first.
+    due: BTreeSet<(u64, LinkId)>,
+    /// Who has not proven itself: the first came first.
+    strangers: BTreeSet<LinkId>,
     next_link: LinkId,
     redials: Vec<(u64, LinkId, Entry, Role, u64)>,
     turned_away: u64,
@@ -147,7 +150,8 @@ pub fn start(mut setup: Setup) -> io::Result<(Post, JoinHandle<()>)> {
         commands,
         post: post.clone(),
         wires: BTreeMap::new(),
-        strangers: VecDeque::new(),
+        due: BTreeSet::new(),
+        strangers: BTreeSet::new(),
         next_link: 2,
         redials: vec![],
         turned_away: 0,
@@ -155,8 +159,8 @@ pub fn start(mut setup: Setup) -> io::Result<(Post, JoinHandle<()>)> {
         on_news,
         leaving_ns: None,
     };
-    if let Some(root) = root {
-        let wire = Wire::proven(root)?;
+    if let Some((root, session)) = root {
+        let wire = Wire::proven(root, &session)?;
         reactor.insert(0, wire)?;
     }
     let thread = Builder::new().name("member".into()).stack_size(STACK_BYTES).spawn(move || reactor.run())?;
@@ -191,7 +195,7 @@ impl Reactor {
 
     /// Waits for news, at most until the node, a handshake or a last word is due.
     fn wait(&self, wake_ns: u64, events: &mut [epoll::Event; 128]) -> usize {
-        let handshakes = self.wires.values().map(|wire| wire.by_ns).min().unwrap_or(u64::MAX);
+        let handshakes = self.due.first().map_or(u64::MAX, |(by_ns, _)| *by_ns);
         let redial = self.redials.iter().map(|redial| redial.0).min().unwrap_or(u64::MAX);
         let last = self.verdict.as_ref().map_or(u64::MAX, |(_, at)| *at);
         let leaving = if self.leaving_ns.is_some() { 20 * MS } else { u64::MAX };
@@ -207,16 +211,14 @@ impl Reactor {
         if let Some((abort, _)) = self.verdict.take_if(|(_, at)| now >= *at) {
             let _ = self.setup.heard.send(Heard::Abort(abort));
         }
-        let unsaid = self.wires.values().any(|wire| wire.is_open() && wire.wants_write());
-        let late = |since: u64| now >= since + FLUSH_NS;
-        match self.leaving_ns {
-            Some(since) => !unsaid || late(since),
-            None if self.post.stop.load(Ordering::SeqCst) => {
-                self.leaving_ns = Some(now);
-                !unsaid
-            }
-            None => false,
+        if self.leaving_ns.is_none() && self.post.stop.load(Ordering::SeqCst) {
+            self.leaving_ns = Some(now);
         }
+        self.leaving_ns.is_some_and(|since| now >= since + FLUSH_NS || !self.has_unsaid())
+    }
+
+    fn has_unsaid(&self) -> bool {
+        self.wires.values().any(|wire| wire.is_open() && wire.wants_write())
     }
 
     fn take(&mut self, now: u64, data: u64) {
@@ -258,19 +260,19 @@ impl Reactor {
     }
 
     fn let_in(&mut self, now: u64, socket: Socket) {
-        let most = MAX_STRANGERS + self.setup.world as usize;
+        let most = MAX_STRANGERS + self.setup.roster.len();
         while self.strangers.len() >= most && self.drop_stranger() {}
         let Ok(wire) = Wire::accepted(socket, &self.setup.secret, now + HANDSHAKE_NS) else { return };
         let link = self.next_link;
         self.next_link += 2;
         if self.insert(link, wire).is_ok() {
-            self.strangers.push_back(link);
+            self.strangers.insert(link);
         }
     }
 
     /// Drops the one that has been proving itself for longest.
     fn drop_stranger(&mut self) -> bool {
-        let Some(link) = self.strangers.pop_front() else { return false };
+        let Some(link) = self.strangers.pop_first() else { return false };
         if let Some(wire) = self.remove(link) {
             self.log_stranger(&wire.peer_name(), &"too many are proving themselves");
         }
@@ -281,21 +283,25 @@ impl Reactor {
         wire.watches_write = wire.wants_write();
         let flags = flags(wire.watches_write);
         epoll::add(&self.poller, wire.fd(), epoll::EventData::new_u64(link), flags)?;
+        if !wire.is_open() {
+            self.due.insert((wire.by_ns, link));
+        }
         self.wires.insert(link, wire);
         Ok(())
     }
 
     fn remove(&mut self, link: LinkId) -> Option<Wire> {
         let wire = self.wires.remove(&link)?;
+        self.due.remove(&(wire.by_ns, link));
         let _ = epoll::delete(&self.poller, wire.fd());
         Some(wire)
     }
 
     fn turn(&mut self, now: u64, link: LinkId) {
         let Some(wire) = self.wires.get_mut(&link) else { return };
-        let (node, arrivals, world) = (&self.setup.node, &self.setup.arrivals, self.setup.world);
+        let Setup { node, arrivals, roster, .. } = &self.setup;
         let turn =
-            wire.turn(self.setup.me.rank, &self.setup.secret, |claim| admit(node, arrivals, world, claim));
+            wire.turn(self.setup.me.rank, &self.setup.secret, |claim| admit(node, arrivals, roster, claim));
         self.took(now, link, turn);
         self.settle(now, link);
     }
@@ -318,7 +324,13 @@ impl Reactor {
 
     fn said(&mut self, now: u64, link: LinkId, said: Vec<Say>) {
         for say in said {
-            self.setup.node.take(now, Input::Said(link, say));
+            let Some(wire) = self.wires.get(&link) else { return };
+            match say.checked(&self.setup.roster) {
+                // Our end is well: it is the other side that ends the connection.
+                Ok(Say::HungUp) if !wire.is_shut_here() => return self.closed(now, link, Ended::Gone),
+                Ok(say) => self.setup.node.take(now, Input::Said(link, say)),
+                Err(nonsense) => return self.closed(now, link, Ended::Nonsense(nonsense)),
+            }
         }
     }
 
@@ -354,7 +366,8 @@ impl Reactor {
     }
 
     fn proven(&mut self, now: u64, link: LinkId, known: Option<(Claim, Session)>) {
-        self.strangers.retain(|stranger| *stranger != link);
+        self.strangers.remove(&link);
+        self.wires.get(&link).iter().for_each(|wire| _ = self.due.remove(&(wire.by_ns, link)));
         match known {
             Some((claim, session)) if claim.role == Role::Data => self.hand_over(link, claim.from, &session),
             Some((claim, _)) => self.setup.node.take(now, Input::Linked(link, claim)),
@@ -376,7 +389,7 @@ impl Reactor {
     }
 
     fn refused(&mut self, now: u64, link: LinkId, error: &AuthError) {
-        self.strangers.retain(|stranger| *stranger != link);
+        self.strangers.remove(&link);
         let Some(mut wire) = self.remove(link) else { return };
         if wire.dialed.is_some() {
             // Somebody else has taken the place of the one that we look for.
@@ -403,7 +416,7 @@ impl Reactor {
 
     /// Dials and handshakes that took too long, and dials to be tried again.
     fn expire(&mut self, now: u64) {
-        let late: Vec<LinkId> = self.wires.iter().filter(|(_, w)| now >= w.by_ns).map(|(l, _)| *l).collect();
+        let late: Vec<LinkId> = self.due.range(..=(now, u64::MAX)).map(|(_, link)| *link).collect();
         for link in late {
             let reach = self.wires[&link].reach_so_far();
             if self.wires[&link].dialed.is_some() {
@@ -525,11 +538,11 @@ fn blocking(socket: Socket) -> io::Result<Socket> {
     socket.without_timeouts()
 }
 
-fn admit(node: &Node, arrivals: &Arrivals, world: u32, claim: Claim) -> Result<(), Refusal> {
+fn admit(node: &Node, arrivals: &Arrivals, roster: &BTreeSet<Rank>, claim: Claim) -> Result<(), Refusal> {
     if claim.role == Role::Data && !arrivals.has_room_for(claim.from) {
         return Err(Refusal::DuplicateRank);
     }
-    if claim.from.0 >= world {
+    if !roster.contains(&claim.from) {
         return Err(Refusal::UnknownRank);
     }
     node.admit(claim)

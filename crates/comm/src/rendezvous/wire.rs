@@ -9,13 +9,17 @@ use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
 use crossmesh_core::id::Rank;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, ioctl_fionbio};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, ipproto, socket_with, sockopt};
+use rustix::net::{
+    AddressFamily, SendFlags, SocketFlags, SocketType, connect, ipproto, send, socket_with, sockopt,
+};
 
 use super::Entry;
+use super::guard::Guard;
 use super::message::{Reach, Say};
 use crate::auth::{Answering, AuthError, Claim, Dialing, Refusal, Role, Secret};
 use crate::deadline::Socket;
 use crate::protect::Session;
+use crate::transport::tcp;
 
 /// What is read before others get their turn.
 const READ_BYTES: usize = 16 << 10;
@@ -51,11 +55,13 @@ pub enum Turn {
 pub struct Wire {
     socket: Socket,
     phase: Phase,
+    /// Where both sides protect what they say, once they have proven themselves.
+    guard: Option<Guard>,
     /// Where we dial: whom, and as what.
     pub dialed: Option<(Entry, Role)>,
     input: Vec<u8>,
     output: Vec<u8>,
-    /// When its dial or handshake has to be over.
+    /// When its dial or handshake has to be over, while it is under way.
     pub by_ns: u64,
     /// It closes once all is written.
     pub closing: bool,
@@ -69,8 +75,10 @@ impl Wire {
     }
 
     /// One that has proven itself before.
-    pub fn proven(socket: Socket) -> std::io::Result<Self> {
-        Self::new(socket, Phase::Open, None, u64::MAX)
+    pub fn proven(socket: Socket, session: &Session) -> std::io::Result<Self> {
+        let mut wire = Self::new(socket, Phase::Open, None, u64::MAX)?;
+        wire.protect(session);
+        Ok(wire)
     }
 
     /// Begins to dial: inside a host over a Unix socket, else over TCP.
@@ -86,11 +94,21 @@ impl Wire {
     fn new(socket: Socket, phase: Phase, dialed: Option<(Entry, Role)>, by_ns: u64) -> std::io::Result<Self> {
         ioctl_fionbio(&socket, true)?;
         if let Socket::Tcp(stream) = &socket {
-            stream.set_nodelay(true)?;
+            // Words are few: without this, one that was lost in a long cut would be sent again two minutes later.
+            tcp::tune(stream)?;
+            tcp::hurry(stream);
         }
         let (input, output) = Default::default();
         let watches_write = false;
-        Ok(Self { socket, phase, dialed, input, output, by_ns, closing: false, watches_write })
+        let guard = None;
+        Ok(Self { socket, phase, guard, dialed, input, output, by_ns, closing: false, watches_write })
+    }
+
+    /// From now on words are protected as both sides agreed; what is said inside a host passes nobody.
+    fn protect(&mut self, session: &Session) {
+        if matches!(self.socket, Socket::Tcp(_)) {
+            self.guard = Guard::new(session);
+        }
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -107,6 +125,13 @@ impl Wire {
         let mut state = [PollFd::new(&self.socket, ends)];
         let looked = poll(&mut state, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         looked.is_ok() && !state[0].revents().intersects(ends)
+    }
+
+    /// Whether our own end was shut: the system says so before it looks at what is sent. Inside a host an end that the other
+    /// side has closed looks the same.
+    pub fn is_shut_here(&self) -> bool {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        matches!(send(&self.socket, &[], flags), Err(Errno::PIPE))
     }
 
     pub fn is_open(&self) -> bool {
@@ -132,7 +157,11 @@ impl Wire {
     }
 
     pub fn send(&mut self, say: &Say) {
-        self.output.extend_from_slice(&say.to_bytes());
+        let bytes = say.to_bytes();
+        match &mut self.guard {
+            Some(guard) => guard.seal(&bytes, &mut self.output),
+            None => self.output.extend_from_slice(&bytes),
+        }
     }
 
     /// Writes what can be written; false if the connection is gone.
@@ -212,27 +241,31 @@ impl Wire {
     }
 
     fn prove(&mut self, admit: impl Fn(Claim) -> Result<(), Refusal>) -> Turn {
-        let (proven, known) = match &mut self.phase {
+        let (session, known) = match &mut self.phase {
             Phase::Answering(answering) if self.input.len() >= answering.needs() => {
                 let bytes: Vec<u8> = self.input.drain(..answering.needs()).collect();
                 match answering.take(&bytes, &mut self.output, &admit) {
-                    Ok(known) => (known.is_some(), known),
+                    // Connections for tensors are handed over, and protect what passes there.
+                    Ok(known) => {
+                        let control = known.as_ref().filter(|(claim, _)| claim.role != Role::Data);
+                        (control.map(|(_, session)| session.clone()), known)
+                    }
                     Err(error) => return Turn::Refused(error),
                 }
             }
             Phase::Dialing(dialing) if self.input.len() >= dialing.needs() => {
                 let bytes: Vec<u8> = self.input.drain(..dialing.needs()).collect();
                 match dialing.take(&bytes, &mut self.output) {
-                    // What is dialed here is for control; what it says is not protected.
-                    Ok(session) => (session.is_some(), None),
+                    // What is dialed here is for control.
+                    Ok(session) => (session, None),
                     Err(error) => return Turn::Refused(error),
                 }
             }
             _ => return Turn::On,
         };
-        if proven {
+        if session.is_some() || known.is_some() {
+            session.iter().for_each(|session| self.protect(session));
             self.phase = Phase::Open;
-            self.by_ns = u64::MAX;
             return Turn::Proven(known);
         }
         // More may be here already.
@@ -240,9 +273,13 @@ impl Wire {
     }
 
     fn parse(&mut self) -> Turn {
+        if let Some(Err(changed)) = self.guard.as_mut().map(|guard| guard.open(&mut self.input)) {
+            return Turn::Nonsense(changed.to_string());
+        }
+        let words = self.guard.as_mut().map_or(&mut self.input, |guard| &mut guard.words);
         let (mut said, mut at) = (vec![], 0);
         loop {
-            match Say::parse(&self.input[at..]) {
+            match Say::parse(&words[at..]) {
                 Ok(Some((say, len))) => {
                     said.push(say);
                     at += len;
@@ -251,10 +288,10 @@ impl Wire {
                 Err(nonsense) => return Turn::Nonsense(nonsense),
             }
         }
-        self.input.drain(..at);
-        if self.input.is_empty() {
+        words.drain(..at);
+        if words.is_empty() {
             // Thousands of connections would keep their largest message's room.
-            self.input = Vec::new();
+            *words = Vec::new();
         }
         if said.is_empty() { Turn::On } else { Turn::Said(said) }
     }

@@ -28,11 +28,13 @@ use crate::memory::moving::failed;
 use crate::protect::Opener;
 use crate::wire::{HEADER_BYTES, Header, Kind, WireError};
 
+/// What is read at once where much comes; a connection that only hears of beats has room for those.
 const AHEAD_BYTES: usize = 64 << 10;
+const FEW_BYTES: usize = 4 << 10;
 /// Payloads with less than this to come are read through the buffer, along with what follows them.
 const MIN_DIRECT: u64 = 16 << 10;
 /// What is read ahead behind a long payload: enough for the next header and a few control frames.
-const TAIL_BYTES: usize = 4 << 10;
+const TAIL_BYTES: usize = FEW_BYTES;
 const MAX_SLICES: usize = 512;
 /// Descriptors that came before their frame was read.
 const MAX_DESCRIPTORS: usize = 64;
@@ -100,7 +102,8 @@ impl Incoming {
 }
 
 pub struct Inbox {
-    ahead: Box<[u8]>,
+    /// Empty while nothing has come for long.
+    ahead: Vec<u8>,
     start: usize,
     end: usize,
     incoming: Option<Incoming>,
@@ -117,7 +120,7 @@ pub struct Inbox {
 impl Inbox {
     pub fn new() -> Self {
         Self {
-            ahead: vec![0; AHEAD_BYTES].into(),
+            ahead: vec![],
             start: 0,
             end: 0,
             incoming: None,
@@ -131,8 +134,22 @@ impl Inbox {
 
     /// From now on frames are protected.
     pub fn protect(&mut self, opener: Opener) {
-        self.ahead = Box::default();
+        self.ahead = vec![];
         self.records = Some(Records::new(opener));
+    }
+
+    /// Nothing has come for long: the room for it is given back, until something does.
+    pub fn rest(&mut self) {
+        if self.start == self.end && self.incoming.is_none() {
+            (self.ahead, self.start, self.end) = (vec![], 0, 0);
+        }
+        self.records.iter_mut().for_each(Records::rest);
+    }
+
+    /// What is kept to read into.
+    #[cfg(test)]
+    pub fn room_bytes(&self) -> usize {
+        self.ahead.capacity() + self.records.as_ref().map_or(0, Records::room_bytes)
     }
 
     /// How much of a payload is still to come, before anything else can.
@@ -252,13 +269,20 @@ impl Inbox {
     fn read_ahead(&mut self, socket: BorrowedFd<'_>) -> Result<usize, Errno> {
         self.ahead.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
+        if self.ahead.is_empty() {
+            self.ahead.resize(FEW_BYTES, 0);
+        }
         let left = self.incoming.as_ref().map_or(0, Incoming::left) as usize;
         let wanted = if self.streams { left + TAIL_BYTES } else { AHEAD_BYTES };
         // Full of what makes no sense, it has no room: then nothing is read, which is taken for the end.
-        let room = wanted.min(AHEAD_BYTES - self.end);
+        let room = wanted.min(self.ahead.len() - self.end);
         let into = &mut self.ahead[self.end..self.end + room];
         let bytes = receive(socket, &mut [IoSliceMut::new(into)], &mut self.descriptors)?;
         self.end += bytes;
+        if self.end == self.ahead.len() {
+            // There is more than that: the next read takes it at once.
+            self.ahead.resize(AHEAD_BYTES, 0);
+        }
         Ok(bytes)
     }
 
@@ -394,4 +418,66 @@ fn receive(
         }
     }
     Ok(received.bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::protect::{PREFIX_BYTES, Protect, Session, Side};
+
+    /// What an inbox makes of so many beats that were written at once.
+    fn read_beats(inbox: &mut Inbox, ends: &mut (UnixStream, UnixStream), beats: &[Vec<u8>]) {
+        ends.0.write_all(&beats.concat()).unwrap();
+        let (mut arrivals, mut out) = (Arrivals::default(), vec![]);
+        while inbox.read(ends.1.as_fd(), &mut arrivals, &mut out).unwrap() {}
+        assert_eq!(out.len(), beats.len());
+    }
+
+    fn beat() -> Vec<u8> {
+        Header::bare(Kind::Beat, 0, 1).encode().to_vec()
+    }
+
+    /// Room grows with what comes, and goes when nothing does.
+    fn makes_room_as_needed(inbox: &mut Inbox, mut made: impl FnMut() -> Vec<u8>) {
+        inbox.greeted = true;
+        let mut ends = UnixStream::pair().unwrap();
+        ends.1.set_nonblocking(true).unwrap();
+        assert_eq!(inbox.room_bytes(), 0, "nothing has come");
+        for _ in 0..3 {
+            read_beats(inbox, &mut ends, &[made(), made()]);
+            assert!(inbox.room_bytes() <= 2 * FEW_BYTES, "{} B for two beats", inbox.room_bytes());
+            let many: Vec<Vec<u8>> = (0..2000).map(|_| made()).collect();
+            read_beats(inbox, &mut ends, &many);
+            assert!(inbox.room_bytes() >= AHEAD_BYTES, "{} B where much comes", inbox.room_bytes());
+            inbox.rest();
+            assert_eq!(inbox.room_bytes(), 0, "it rests");
+        }
+        // Not in the middle of a frame, or of a record.
+        let frame = made();
+        ends.0.write_all(&frame[..10]).unwrap();
+        let (mut arrivals, mut out) = (Arrivals::default(), vec![]);
+        while inbox.read(ends.1.as_fd(), &mut arrivals, &mut out).unwrap() {}
+        inbox.rest();
+        ends.0.write_all(&frame[10..]).unwrap();
+        while inbox.read(ends.1.as_fd(), &mut arrivals, &mut out).unwrap() {}
+        assert_eq!(out.len(), 1);
+    }
+
+    #[test]
+    fn idle_connections_keep_no_room() {
+        makes_room_as_needed(&mut Inbox::new(), beat);
+        let end = |side| Session::new(Protect::Encrypt, [1; 32], side).ends().unwrap();
+        let (mut sealer, _) = end(Side::Dialer);
+        let mut protected = Inbox::new();
+        protected.protect(end(Side::Listener).1);
+        makes_room_as_needed(&mut protected, || {
+            let mut record = [&[0; PREFIX_BYTES][..], &beat()].concat();
+            sealer.seal(&mut record);
+            record
+        });
+    }
 }

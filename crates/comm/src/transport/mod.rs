@@ -142,6 +142,9 @@ pub trait Link: Send {
     fn progress(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError>;
     /// Writes what can be written.
     fn flush(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError>;
+    /// Nothing has come for a while: what is kept only to be fast may go.
+    fn rest(&mut self) {}
+
     /// Says to the peer that nothing more comes; reading goes on.
     fn shutdown(&mut self);
 

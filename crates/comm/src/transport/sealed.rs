@@ -24,8 +24,9 @@ const SEALED_BYTES: usize = 256 << 10;
 const MAX_SLICES: usize = 64;
 /// Buffers that are kept for the next records.
 const MAX_SPARE: usize = 4;
-/// What is read at once while no longer record is under way.
+/// What is read at once while no longer record is under way: where much comes, and where little does.
 const READ_BYTES: usize = 64 << 10;
+const FEW_BYTES: usize = 4 << 10;
 
 struct Record {
     bytes: Vec<u8>,
@@ -103,6 +104,7 @@ impl Sealed {
 /// What was read of a protected connection.
 pub struct Records {
     opener: Opener,
+    /// Empty while nothing has come for long.
     buffer: Vec<u8>,
     start: usize,
     end: usize,
@@ -112,7 +114,19 @@ pub struct Records {
 
 impl Records {
     pub fn new(opener: Opener) -> Self {
-        Self { opener, buffer: vec![0; READ_BYTES], start: 0, end: 0, wanted: None }
+        Self { opener, buffer: vec![], start: 0, end: 0, wanted: None }
+    }
+
+    /// Nothing has come for long: the room for it is given back.
+    pub fn rest(&mut self) {
+        if self.start == self.end {
+            (self.buffer, self.start, self.end) = (vec![], 0, 0);
+        }
+    }
+
+    #[cfg(test)]
+    pub fn room_bytes(&self) -> usize {
+        self.buffer.capacity()
     }
 
     /// How much is missing of the record under way.
@@ -125,9 +139,15 @@ impl Records {
         &mut self,
         receive: impl FnOnce(&mut [IoSliceMut<'_>]) -> Result<usize, Errno>,
     ) -> Result<usize, Errno> {
+        // What filled the room there was may be followed by more.
+        let usual = match self.buffer.len() {
+            0 => FEW_BYTES,
+            len if self.end == len => READ_BYTES,
+            len => len,
+        };
         self.buffer.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
-        let room = self.wanted.map_or(0, |wanted| wanted + PREFIX_BYTES).max(READ_BYTES);
+        let room = self.wanted.map_or(0, |wanted| wanted + PREFIX_BYTES).max(usual);
         if self.buffer.len() < room {
             self.buffer.resize(room, 0);
         }

@@ -31,8 +31,13 @@ const READS_PER_TURN: usize = 16;
 /// Frames longer than this gain nothing; shorter ones cost a system call more often.
 const MAX_PART_BYTES: u64 = 256 << 10;
 const MIN_PART_BYTES: u64 = 16 << 10;
-/// Inside a payload we are woken for so many bytes, or for the rest of it, and not for every packet.
-const GATHER_BYTES: u64 = 64 << 10;
+/// A frame costs a few microseconds on either side whatever it carries, so it carries at least what a connection delivers in this time. A NIC of
+/// 2 Gbit/s gets frames as its plan cuts them; faster ones, and loopback, get larger ones.
+const LEAST_PART_S: f64 = 60e-6;
+/// How often that is looked at.
+const LOOK_BYTES: u64 = 4 << 20;
+/// Inside a payload we are woken for so many bytes, or for the rest of it, and not for every packet: nothing can be done with less.
+const GATHER_BYTES: u64 = MAX_PART_BYTES;
 /// Parts from and to a device cost some calls of its driver each.
 const DEVICE_PART_BYTES: u64 = 512 << 10;
 /// Parts that lie on a device and are copied there cost a kernel each, and two small frames.
@@ -58,6 +63,9 @@ pub struct StreamLink {
     waker: Option<Waker>,
     /// How many bytes wake us; none where the system is not told.
     wakes_at: Option<u64>,
+    /// The least that a frame carries where there is more, and how many bytes were sent since that was looked at.
+    least_part: u64,
+    unlooked: u64,
     /// What went wrong in a call that cannot say so.
     failed: Option<LinkError>,
 }
@@ -102,6 +110,8 @@ impl StreamLink {
             gpu: None,
             waker: None,
             wakes_at: None,
+            least_part: MIN_PART_BYTES,
+            unlooked: 0,
             failed: None,
         })
     }
@@ -112,6 +122,16 @@ impl StreamLink {
         if self.wakes_at.is_some_and(|now| now != wanted) && tcp::set_wake_bytes(self.socket.as_fd(), wanted)
         {
             self.wakes_at = Some(wanted);
+        }
+    }
+
+    /// Looks now and then at how fast the connection is.
+    fn look_at_rate(&mut self, sent: u64) {
+        self.unlooked += sent;
+        if self.unlooked >= LOOK_BYTES && self.wakes_at.is_some() {
+            self.unlooked = 0;
+            let rate = tcp::delivery_rate(self.socket.as_fd()).unwrap_or(0);
+            self.least_part = least_part(rate);
         }
     }
 
@@ -187,6 +207,12 @@ impl StreamLink {
     }
 }
 
+/// The least that a frame carries on a connection of this rate.
+fn least_part(bytes_per_s: u64) -> u64 {
+    let bytes = (bytes_per_s as f64 * LEAST_PART_S) as u64;
+    (bytes / 64 * 64).clamp(MIN_PART_BYTES, MAX_PART_BYTES)
+}
+
 impl Link for StreamLink {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.socket.as_fd())
@@ -244,10 +270,11 @@ impl Link for StreamLink {
             return DEVICE_PART_BYTES;
         }
         let max = if self.shm.is_some() { MAX_OFFER_BYTES } else { MAX_PART_BYTES };
-        (chunk_bytes / 64 * 64).clamp(MIN_PART_BYTES, max.min(u64::from(MAX_PAYLOAD)))
+        (chunk_bytes / 64 * 64).clamp(self.least_part, max.min(u64::from(MAX_PAYLOAD)))
     }
 
     fn send(&mut self, message: Message, part: Range<u64>, from: &Lent) {
+        self.look_at_rate(part.end - part.start);
         let alone = !self.outbox.has_data();
         self.note_gpu(from);
         let waker = self.waker.as_ref();
@@ -298,6 +325,10 @@ impl Link for StreamLink {
         }
     }
 
+    fn rest(&mut self) {
+        self.inbox.rest();
+    }
+
     fn shutdown(&mut self) {
         // A connection that is gone already needs no shutting down.
         let _gone = shutdown(&self.socket, Shutdown::Write);
@@ -307,5 +338,18 @@ impl Link for StreamLink {
         let sizes =
             [sockopt::socket_send_buffer_size(&self.socket), sockopt::socket_recv_buffer_size(&self.socket)];
         sizes.into_iter().flatten().sum::<usize>() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_grow_with_the_rate_of_a_connection() {
+        assert_eq!(least_part(0), MIN_PART_BYTES, "the kernel does not say");
+        assert_eq!(least_part(250_000_000), MIN_PART_BYTES);
+        assert_eq!(least_part(1_250_000_000), 74_944);
+        assert_eq!(least_part(20_000_000_000), MAX_PART_BYTES);
     }
 }

@@ -1,6 +1,7 @@
 //! Words between engines as frames, and back.
 
 use crossmesh_core::id::Rank;
+use crossmesh_core::printable::printable;
 
 use super::{Control, Event};
 use crate::wire::{Header, Kind, MAX_REASON_BYTES, MAX_TAGS_PER_FRAME, NOBODY, WireError};
@@ -53,34 +54,9 @@ pub fn event_of(header: &Header, payload: &[u8], peer: Rank) -> Result<Option<Ev
     }))
 }
 
-/// Somebody else's words, fit for a terminal: what would move its cursor, colour it or turn its text around is spelt out.
-pub fn printable(text: &str) -> String {
-    let mut printable = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '\n' | ' '..='~' => printable.push(c),
-            // Marks that change the direction of what follows.
-            '\u{200e}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
-                printable.extend(c.escape_unicode());
-            }
-            c if c.is_control() => printable.extend(c.escape_default()),
-            c => printable.push(c),
-        }
-    }
-    printable
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn words_of_others_do_not_reach_into_the_terminal() {
-        let hostile = "r1 failed\x1b[2J\x1b]0;owned\x07\rok\u{9b}31m \u{202e}txt.exe";
-        let said = printable(hostile);
-        assert_eq!(said, r"r1 failed\u{1b}[2J\u{1b}]0;owned\u{7}\rok\u{9b}31m \u{202e}txt.exe");
-        assert_eq!(printable("größe 3 → 4\nhint: ask"), "größe 3 → 4\nhint: ask");
-    }
 
     #[test]
     fn an_abort_is_cut_and_cleaned() {

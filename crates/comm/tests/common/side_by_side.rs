@@ -32,8 +32,8 @@ pub fn run_rank(rank: Rank, links: Links, plans: &[Plan], sharing: Sharing) {
             continue;
         }
         let buffers = RankBuffers::allocate(program.rank(rank), sharing).unwrap();
-        pattern::fill_sources(&buffers);
-        pattern::poison_destinations(&buffers);
+        pattern::fill_sources(&buffers).unwrap();
+        pattern::poison_destinations(&buffers).unwrap();
         let mut spec = JobSpec::new(i as u32, &buffers).unwrap();
         spec.priority = i as u32;
         started.push((i, engine.start(spec).unwrap(), buffers));
@@ -41,7 +41,7 @@ pub fn run_rank(rank: Rank, links: Links, plans: &[Plan], sharing: Sharing) {
     }
     for (i, handle, buffers) in started.into_iter().rev() {
         engine.wait(handle).unwrap();
-        assert_eq!(pattern::check_destinations(&buffers), None, "{rank}, plan {i}");
+        assert_eq!(pattern::check_destinations(&buffers).unwrap(), None, "{rank}, plan {i}");
     }
     engine.close();
 }

@@ -6,6 +6,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::toml_file::ClusterError;
+use crate::printable::one_line;
 use crate::units::{UnitError, parse_bytes, parse_rate, parse_seconds, shown};
 
 /// A table, the text it stands in, and the keys it may have.
@@ -89,6 +90,15 @@ impl<'a> Table<'a> {
             .transpose()
     }
 
+    /// Some words.
+    pub(super) fn text(
+        &self,
+        key: &'static str,
+        expected: &'static str,
+    ) -> Result<Option<String>, ClusterError> {
+        self.get(key).map(|found| found.text(expected).map(one_line)).transpose()
+    }
+
     /// A whole number from 1 to `max`.
     pub(super) fn count(&self, key: &'static str, max: u32) -> Result<Option<u32>, ClusterError> {
         let Some(found) = self.get(key) else { return Ok(None) };
@@ -155,6 +165,12 @@ impl<'a> Found<'a> {
     ) -> Result<T, ClusterError> {
         let text = self.value.as_str().ok_or_else(|| self.wrong_type(expected))?;
         parse(text).map_err(|error| ClusterError::BadQuantity { line: self.line, key: self.key, error })
+    }
+
+    /// Some words; none are no words.
+    pub(super) fn text(&self, expected: &'static str) -> Result<&'a str, ClusterError> {
+        let text = self.value.as_str().filter(|text| !text.is_empty());
+        text.ok_or_else(|| self.wrong_type(expected))
     }
 
     pub(super) fn wrong_type(&self, expected: &'static str) -> ClusterError {

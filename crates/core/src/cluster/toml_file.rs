@@ -5,6 +5,7 @@
 //! local_latency = "1us"     # between devices of a host; default 0
 //! message = "4us"           # of its sender's time and of its receiver's, per message between hosts; default 0
 //! local_message = "500ns"   # the same between devices of a host; default 0
+//! measured = "AMD EPYC, 2 threads, 2026-11-19"   # where and when all of these were measured; default: nowhere
 //!
 //! [[host]]                  # in rank order; at least one
 //! count = 16                # that many hosts alike; default 1
@@ -52,7 +53,8 @@ pub const MAX_TIERS: usize = 8;
 /// Uplinks outside of this come from a mistaken ratio, and would overflow the times computed from them.
 const UPLINKS_BYTES_PER_S: std::ops::RangeInclusive<f64> = 0.125..=1e30;
 
-const TOP_KEYS: &[&str] = &["latency", "local_latency", "message", "local_message", "host", "tier"];
+const TOP_KEYS: &[&str] =
+    &["latency", "local_latency", "message", "local_message", "measured", "host", "tier"];
 const HOST_KEYS: &[&str] = &["count", "devices", "nics", "nic", "nic_out", "nic_in", "local", "memory"];
 const TIER_KEYS: &[&str] = &["name", "hosts_per_group", "groups", "oversubscription", "uplink"];
 
@@ -117,6 +119,7 @@ impl Cluster {
         cluster.local_latency_s = top.seconds("local_latency")?.unwrap_or(0.0);
         cluster.message_s = top.seconds("message")?.unwrap_or(0.0);
         cluster.local_message_s = top.seconds("local_message")?.unwrap_or(0.0);
+        cluster.measured = top.text("measured", "a machine and a date in quotes")?;
         let tiers = top.tables("tier", "a [[tier]]", TIER_KEYS)?;
         if tiers.len() > MAX_TIERS {
             return Err(ClusterError::TooManyTiers { tiers: tiers.len() });
@@ -214,10 +217,7 @@ fn upto(hosts: Range<usize>, cluster: &Cluster) -> Vec<HostId> {
 fn tier_name(table: &Table, cluster: &Cluster) -> Result<String, ClusterError> {
     let (line, name) = match table.get("name") {
         None => (table.line, format!("tier{}", cluster.tiers.len())),
-        Some(found) => {
-            let name = found.value.as_str().filter(|n| !n.is_empty());
-            (found.line, shown(name.ok_or_else(|| found.wrong_type("a name in quotes"))?))
-        }
+        Some(found) => (found.line, shown(found.text("a name in quotes")?)),
     };
     match cluster.tiers.iter().any(|t| t.name == name) {
         true => Err(ClusterError::TierRepeated { line, name }),
@@ -269,6 +269,7 @@ latency = "10us"
 local_latency = "1us"
 message = "4us"
 local_message = "500ns"
+measured = "a rack of ours, 2026-11-19"
 
 [[host]]
 count = 3
@@ -298,6 +299,7 @@ uplink = "100Gbit"
         assert_eq!((cluster.latency_s, cluster.local_latency_s), (10e-6, 1e-6));
         assert_eq!((cluster.message_s, cluster.local_message_s), (4e-6, 500e-9));
         assert!((cluster.empty_message_s(false) - 18e-6).abs() < 1e-15);
+        assert_eq!(cluster.measured.as_deref(), Some("a rack of ours, 2026-11-19"));
         assert_eq!(cluster.hosts.len(), 4);
         assert_eq!(cluster.num_devices(), 26);
         let big = &cluster.hosts[2];
@@ -379,6 +381,9 @@ uplink = "100Gbit"
         assert!(error("[[host]]\ndevices = 1\nnic = '400'").starts_with("line 3: nic: `400` is not a rate"));
         assert!(error("[[host]]\ndevices = 1\nnic = '0bit'").contains("nothing would ever arrive"));
         assert!(error("[[host]]\ndevices = 1\nmemory = '-1GiB'").contains("negative"));
+        let measured = |value: &str| error(&format!("measured = {value}\n[[host]]\ndevices = 1"));
+        assert_eq!(measured("''"), "line 1: `measured` wants a machine and a date in quotes, found string");
+        assert!(measured("true").contains("found boolean"));
         assert!(
             error("latency = 'soon'\n[[host]]\ndevices = 1")
                 .contains("line 1: latency: `soon` is not a time")

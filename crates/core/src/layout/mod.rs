@@ -37,7 +37,7 @@ pub mod notation;
 mod notation_error;
 mod split;
 
-pub use by_axes::ByAxes;
+pub use by_axes::{ByAxes, NoCounterpart};
 pub use held::{BoxError, BoxFault, BoxTable, HeldBox, MAX_BOXES};
 pub(crate) use memory::share_a_place;
 pub use notation::NotationError;
@@ -155,6 +155,12 @@ impl Layout {
             Holding::Splits(splits) => Some(ByAxes { layout: self, splits }),
             Holding::Boxes(_) => None,
         }
+    }
+
+    /// The axes that chunk every dim, major first: all that torch and JAX can say about who holds what.
+    pub fn chunking_axes(&self) -> Result<Vec<&[usize]>, NoCounterpart> {
+        let by_axes = self.by_axes().ok_or_else(|| NoCounterpart::Boxes { summary: self.summary() })?;
+        (0..self.shape.len()).map(|dim| by_axes.chunking_axes(dim)).collect()
     }
 
     /// The boxes of every position, where the layout is said by boxes.

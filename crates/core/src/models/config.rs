@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::Model;
+use super::{Decoder, Model, Weights};
 
 /// Why a config says no model of ours.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -16,6 +16,26 @@ pub enum ConfigError {
     Bad { key: &'static str, value: u64, why: &'static str },
     #[error("torch_dtype `{0}` is not known")]
     UnknownDType(String),
+    #[error(
+        "not a table of tensors: {0}\nhint: {{\"dtype\": \"bf16\", \"tensors\": {{\"lm_head.weight\": [50, 24]}}, \"roles\": {{\"lm_head\": \"column\"}}}}"
+    )]
+    Table(String),
+    #[error("`{name}` of shape {shape:?}: no model is so large")]
+    TooLarge { name: String, shape: Vec<u64> },
+    #[error(
+        "`{end}` is the end of no tensor's name\nhint: roles are by the last words of names, such as `self_attn.q_proj`"
+    )]
+    NoTensor { end: String },
+    #[error("`{name}` is listed twice")]
+    Twice { name: String },
+    #[error(
+        "`{name}`: how its {rows} rows are query, key and value does not follow from a name and a shape\nhint: list the `o_proj` beside it, or say it in `roles`: `column 4096+1024+1024`"
+    )]
+    Parts { name: String, rows: u64 },
+    #[error(
+        "`{name}`, of shape {shape:?}, cannot be `{role}`\nhint: `column`, `column 4096+1024+1024`, `row`, `whole`, `experts column 64+64` or `experts row`"
+    )]
+    Role { name: String, role: String, shape: Vec<u64> },
 }
 
 #[derive(Deserialize)]
@@ -41,6 +61,16 @@ struct Config {
 const MOST: u64 = 1 << 32;
 
 impl Model {
+    /// Reads the text of a `config.json`, or of a table of tensors, which has `tensors`.
+    pub fn from_json(text: &str) -> Result<Self, ConfigError> {
+        #[derive(Deserialize)]
+        struct Probe {
+            tensors: Option<serde::de::IgnoredAny>,
+        }
+        let is_table = serde_json::from_str::<Probe>(text).is_ok_and(|probe| probe.tensors.is_some());
+        if is_table { Self::from_table(text) } else { Self::from_config(text) }
+    }
+
     /// Reads the text of a `config.json`.
     pub fn from_config(text: &str) -> Result<Self, ConfigError> {
         let config: Config = serde_json::from_str(text).map_err(|e| ConfigError::Syntax(e.to_string()))?;
@@ -53,9 +83,7 @@ impl Model {
         };
         let dtype = config.torch_dtype.as_deref().unwrap_or("bfloat16");
         let heads = config.num_attention_heads;
-        let model = Self {
-            name: config.model_type,
-            dtype: dtype.parse().map_err(|()| ConfigError::UnknownDType(dtype.into()))?,
+        let decoder = Decoder {
             hidden: config.hidden_size,
             layers: config.num_hidden_layers,
             heads,
@@ -68,9 +96,15 @@ impl Model {
             experts: config.num_experts.filter(|_| moe),
             expert_block,
         };
-        model.checked()
+        Ok(Self {
+            name: config.model_type,
+            dtype: dtype.parse().map_err(|()| ConfigError::UnknownDType(dtype.into()))?,
+            weights: Weights::Decoder(decoder.checked()?),
+        })
     }
+}
 
+impl Decoder {
     fn checked(self) -> Result<Self, ConfigError> {
         let sizes = [
             ("hidden_size", self.hidden),

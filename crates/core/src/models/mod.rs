@@ -16,8 +16,10 @@
 //! ```
 
 mod config;
+mod into_fused;
 mod parallel;
 mod presets;
+mod table;
 mod tensors;
 
 pub use config::ConfigError;
@@ -27,26 +29,43 @@ pub use tensors::{ModelTensor, Role};
 use crate::dtype::DType;
 use crate::layout::Layout;
 
-/// A decoder of the Llama family: grouped-query attention, gated feed-forward, experts or none.
+/// A model's weights.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Model {
     pub name: String,
     pub dtype: DType,
-    pub hidden: u64,
-    pub layers: u64,
-    pub heads: u64,
-    pub kv_heads: u64,
-    pub head_dim: u64,
+    weights: Weights,
+}
+
+/// How a model's tensors are known.
+#[derive(Debug, Clone, PartialEq)]
+enum Weights {
+    Decoder(Decoder),
+    /// All of them listed.
+    Table {
+        tensors: Vec<ModelTensor>,
+        layers: u64,
+    },
+}
+
+/// A decoder of the Llama family: grouped-query attention, gated feed-forward, experts or none.
+#[derive(Debug, Clone, PartialEq)]
+struct Decoder {
+    hidden: u64,
+    layers: u64,
+    heads: u64,
+    kv_heads: u64,
+    head_dim: u64,
     /// Of the feed-forward, or of an expert.
-    pub ffn: u64,
-    pub vocab: u64,
+    ffn: u64,
+    vocab: u64,
     /// Whether the output shares the embeddings' weights.
-    pub tied: bool,
+    tied: bool,
     /// Norms of queries and keys, as Qwen3 has them.
-    pub qk_norm: bool,
-    pub experts: Option<u64>,
+    qk_norm: bool,
+    experts: Option<u64>,
     /// What the router and the experts are called.
-    pub expert_block: &'static str,
+    expert_block: &'static str,
 }
 
 impl Model {
@@ -59,13 +78,36 @@ impl Model {
         presets::names()
     }
 
+    /// All tensors, in the order of the model. `fused`: query, key and value are one tensor, and so are gate and up, as serving engines
+    /// have them; a table stays as it is.
+    pub fn tensors(&self, fused: bool) -> Vec<ModelTensor> {
+        match &self.weights {
+            Weights::Decoder(decoder) => decoder.tensors(fused),
+            Weights::Table { tensors, .. } => tensors.clone(),
+        }
+    }
+
+    fn layers(&self) -> u64 {
+        match &self.weights {
+            Weights::Decoder(decoder) => decoder.layers,
+            Weights::Table { layers, .. } => *layers,
+        }
+    }
+
+    /// Whether there is something for `ep` to cut.
+    fn has_experts(&self) -> bool {
+        match &self.weights {
+            Weights::Decoder(decoder) => decoder.experts.is_some(),
+            Weights::Table { tensors, .. } => tensors.iter().any(|t| matches!(t.role, Role::Experts { .. })),
+        }
+    }
+
     /// How many numbers it has learnt.
     pub fn parameters(&self) -> u64 {
         self.tensors(false).iter().map(|tensor| tensor.shape.iter().product::<u64>()).sum()
     }
 
-    /// Every tensor with its layout before and after. `fused`: query, key and value are one tensor, and so are gate and up, as serving
-    /// engines have them.
+    /// Every tensor with its layout before and after; `fused` as in [`Model::tensors`].
     pub fn pairs(
         &self,
         src: &Parallel,

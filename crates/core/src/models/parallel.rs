@@ -130,12 +130,12 @@ impl Parallel {
     }
 
     fn check(&self, model: &Model) -> Result<(), ParallelError> {
-        if self.has(Kind::Ep) && model.experts.is_none() {
+        if self.has(Kind::Ep) && !model.has_experts() {
             return Err(ParallelError::NoExperts);
         }
         let pp = self.len(Kind::Pp);
-        match u64::from(pp) > model.layers {
-            true => Err(ParallelError::TooManyStages { pp, layers: model.layers }),
+        match u64::from(pp) > model.layers() {
+            true => Err(ParallelError::TooManyStages { pp, layers: model.layers() }),
             false => Ok(()),
         }
     }
@@ -143,7 +143,7 @@ impl Parallel {
     /// The ranks that hold a tensor: all, or those of its stage.
     fn mesh(&self, model: &Model, tensor: &ModelTensor, name: &str, first: u32) -> Mesh {
         let pp = u64::from(self.len(Kind::Pp));
-        let stage = (tensor.layer * pp / model.layers) as u32;
+        let stage = (tensor.layer * pp / model.layers()) as u32;
         let of_stage = self.num_ranks() / pp as u32;
         let start = first + stage * of_stage;
         let axes = self.axes.iter().filter(|(kind, _)| *kind != Kind::Pp);
@@ -174,7 +174,11 @@ impl Parallel {
             }
         };
         Ok(match &tensor.role {
-            Role::Column { parts } => vec![join(&[tp, fsdp], parts), "_".into()],
+            Role::Column { parts } => {
+                let mut terms = vec!["_".to_string(); tensor.shape.len()];
+                terms[0] = join(&[tp, fsdp], parts);
+                terms
+            }
             Role::Heads { parts } => {
                 self.check_heads(tensor, parts)?;
                 let rows: Vec<u64> = parts.iter().map(|part| part.rows).collect();
@@ -183,7 +187,7 @@ impl Parallel {
             Role::Row => vec![join(&[fsdp], &[]), join(&[tp], &[])],
             Role::Whole => {
                 let mut terms = vec!["_".to_string(); tensor.shape.len()];
-                terms[0] = join(&[fsdp], &[]);
+                terms.iter_mut().take(1).for_each(|term| *term = join(&[fsdp], &[]));
                 terms
             }
             Role::Experts { row: true, parts } => {

@@ -1,6 +1,6 @@
 //! Models that are known by name.
 
-use super::Model;
+use super::{Decoder, Model, Weights};
 use crate::dtype::DType;
 
 /// hidden, layers, heads, KV heads, head's columns, feed-forward, vocabulary, experts
@@ -30,9 +30,7 @@ pub fn preset(name: &str) -> Option<Model> {
             .into_iter()
             .find_map(|(table, qk_norm, block)| find(table).map(|found| (found, qk_norm, block)))?;
     let (name, (hidden, layers, heads, kv_heads, head_dim, ffn, vocab, experts)) = *of;
-    Some(Model {
-        name: name.into(),
-        dtype: DType::Bf16,
+    let decoder = Decoder {
         hidden,
         layers,
         heads,
@@ -44,5 +42,6 @@ pub fn preset(name: &str) -> Option<Model> {
         qk_norm,
         experts,
         expert_block,
-    })
+    };
+    Some(Model { name: name.into(), dtype: DType::Bf16, weights: Weights::Decoder(decoder) })
 }

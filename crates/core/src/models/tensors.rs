@@ -1,6 +1,6 @@
 //! The tensors of a model, named as Hugging Face names them; experts are stacked, as transformers holds them.
 
-use super::Model;
+use super::Decoder;
 
 /// A weight.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub struct HeadPart {
     pub rows: u64,
 }
 
-impl Model {
+impl Decoder {
     /// All of them, in the order of the model.
     pub fn tensors(&self, fused: bool) -> Vec<ModelTensor> {
         let (h, last) = (self.hidden, self.layers.saturating_sub(1));

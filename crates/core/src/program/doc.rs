@@ -19,6 +19,9 @@ use crate::reshard::doc::{ClusterDoc, PlanDocError};
 
 pub const SCHEMA: &str = "crossmesh.program/1";
 
+/// The kind of memory that buffers are in where a document says nothing.
+const HOST: &str = "host";
+
 /// More ranks than a cluster may have devices are taken for a damaged file.
 const MAX_RANKS: u32 = 1 << 20;
 
@@ -48,6 +51,10 @@ pub enum ProgramDocError {
     BadField { rank: u32, what: &'static str, index: usize, field: &'static str, value: String },
     #[error("the document has more than 2^32 {what}")]
     TooLarge { what: &'static str },
+    #[error(
+        "the program has {ranks} ranks, its cluster {devices} devices\nhint: describe a larger `cluster`, or leave it out"
+    )]
+    FewDevices { ranks: u32, devices: usize },
     #[error(transparent)]
     Cluster(PlanDocError),
 }
@@ -98,6 +105,9 @@ pub struct BufferDoc {
     pub role: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensor: Option<u32>,
+    /// Missing where it is `host`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -223,7 +233,14 @@ impl ProgramDoc {
     }
 
     pub fn to_cluster(&self) -> Result<Option<Cluster>, ProgramDocError> {
-        self.cluster.as_ref().map(|c| c.to_cluster().map_err(ProgramDocError::Cluster)).transpose()
+        let Some(cluster) = &self.cluster else { return Ok(None) };
+        let cluster = cluster.to_cluster().map_err(ProgramDocError::Cluster)?;
+        match cluster.num_devices() < self.num_ranks as usize {
+            true => {
+                Err(ProgramDocError::FewDevices { ranks: self.num_ranks, devices: cluster.num_devices() })
+            }
+            false => Ok(Some(cluster)),
+        }
     }
 }
 
@@ -273,9 +290,12 @@ impl RankDoc {
     fn to_rank(&self) -> Result<RankProgram, ProgramDocError> {
         let mut ranked = RankProgram::default();
         for (index, buffer) in self.buffers.iter().enumerate() {
-            ranked
-                .buffers
-                .push(buffer.to_buffer().ok_or_else(|| self.bad("buffer", index, "role", &buffer.role))?);
+            let role = buffer.role().ok_or_else(|| self.bad("buffer", index, "role", &buffer.role))?;
+            let memory = buffer.memory.as_deref().unwrap_or(HOST);
+            if memory != HOST {
+                return Err(self.bad("buffer", index, "memory", memory));
+            }
+            ranked.buffers.push(Buffer { bytes: buffer.bytes, role, memory: MemoryKind::Host });
         }
         for (index, tile) in self.tiles.iter().enumerate() {
             let holds = tile
@@ -344,19 +364,21 @@ impl BufferDoc {
             Role::Crossing => ("crossing", None),
             Role::Staging => ("staging", None),
         };
-        Self { bytes: buffer.bytes, role: role.into(), tensor }
+        let memory = match buffer.memory {
+            MemoryKind::Host => None,
+        };
+        Self { bytes: buffer.bytes, role: role.into(), tensor, memory }
     }
 
-    fn to_buffer(&self) -> Option<Buffer> {
-        let role = match (self.role.as_str(), self.tensor) {
-            ("source", Some(tensor)) => Role::Source(tensor),
-            ("destination", Some(tensor)) => Role::Destination(tensor),
-            ("in_place", Some(tensor)) => Role::InPlace(tensor),
-            ("crossing", None) => Role::Crossing,
-            ("staging", None) => Role::Staging,
-            _ => return None,
-        };
-        Some(Buffer { bytes: self.bytes, role, memory: MemoryKind::Host })
+    fn role(&self) -> Option<Role> {
+        match (self.role.as_str(), self.tensor) {
+            ("source", Some(tensor)) => Some(Role::Source(tensor)),
+            ("destination", Some(tensor)) => Some(Role::Destination(tensor)),
+            ("in_place", Some(tensor)) => Some(Role::InPlace(tensor)),
+            ("crossing", None) => Some(Role::Crossing),
+            ("staging", None) => Some(Role::Staging),
+            _ => None,
+        }
     }
 }
 

@@ -86,6 +86,11 @@ impl BoxTable {
         RegionId::at(self.len() - 1)
     }
 
+    /// Forgets all boxes but those that are shared.
+    pub(crate) fn forget_own(&mut self) {
+        self.own.clear();
+    }
+
     pub fn get(&self, id: RegionId) -> Option<&Region> {
         match self.shared.get(id.index()) {
             Some(region) => Some(region),

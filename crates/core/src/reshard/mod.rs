@@ -34,7 +34,9 @@ mod unit;
 pub(crate) use bound::bandwidth_bound;
 pub use bound::{Bound, lower_bound};
 pub(crate) use flow::fitting_chunk;
-pub use lower::{Projector, lower};
+#[doc(hidden)]
+pub use flow::plan_in_blocks;
+pub use lower::lower;
 pub use plan::{Plan, Transfer};
 pub use problem::{Placed, PlanError, Problem, Reshard};
 pub use strategy::{PlanOptions, Scheduler, Strategy, default_chunk, plan};

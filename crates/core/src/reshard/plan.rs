@@ -23,13 +23,13 @@
 //! r3 -> r2   b, reduce               x0 + x1 + x2 + x3
 //! ```
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::id::{Rank, RegionId, TransferId};
 use crate::region::Region;
 use crate::sim::simulate;
 
-use super::lower::lower;
+use super::lower::{Touching, lower};
 use super::problem::{PlanError, Problem};
 
 /// One box on its way from one rank to another.
@@ -69,6 +69,8 @@ pub struct Plan {
     transfers: Vec<Transfer>,
     /// The `after` lists of all transfers, one behind the other.
     after: Vec<TransferId>,
+    /// Which transfers touch which rank, once somebody has asked.
+    touching: OnceLock<Arc<Touching>>,
 }
 
 impl PartialEq for Plan {
@@ -97,6 +99,7 @@ impl Plan {
             regions: Arc::default(),
             transfers: vec![],
             after: vec![],
+            touching: OnceLock::new(),
         }
     }
 
@@ -115,6 +118,16 @@ impl Plan {
     /// Whether no transfer waits for another.
     pub(crate) fn is_unordered(&self) -> bool {
         self.after.is_empty()
+    }
+
+    /// Which transfers touch which rank: found once, and kept. With it a rank's part costs what the rank's own transfers cost.
+    pub(crate) fn touching(&self) -> &Touching {
+        self.touching.get_or_init(|| Arc::new(Touching::all(self)))
+    }
+
+    /// The same, if it has been found already.
+    pub(crate) fn known_touching(&self) -> Option<&Touching> {
+        self.touching.get().map(|touching| &**touching)
     }
 
     /// The `after` lists of all transfers as one, and where a transfer's list is in it.
@@ -147,6 +160,7 @@ impl Plan {
     ) -> TransferId {
         let dtype = self.problem.reshards[tensor as usize].src.layout.dtype();
         let bytes = self.regions[region.index()].volume() * dtype.bytes();
+        self.touching.take();
         let after_start = self.after.len() as u32;
         self.after.extend_from_slice(after);
         let lane = self.usual_lane(tensor, src, region, after);
@@ -186,6 +200,7 @@ impl Plan {
     }
 
     pub fn transfer_mut(&mut self, id: TransferId) -> &mut Transfer {
+        self.touching.take();
         &mut self.transfers[id.index()]
     }
 
@@ -213,6 +228,11 @@ impl Plan {
     pub(crate) fn predicted_s(&self) -> f64 {
         let trace = simulate(&lower(self), &self.problem.cluster);
         trace.expect("a planned program runs to its end").makespan_s
+    }
+
+    /// Over all transfers between hosts.
+    pub fn bytes_between_hosts(&self) -> u64 {
+        self.transfers.iter().filter(|t| self.crosses_hosts(t)).map(|t| t.bytes).sum()
     }
 
     /// Whether a transfer crosses the network.

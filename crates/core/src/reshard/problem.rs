@@ -29,7 +29,9 @@ pub enum PlanError {
         "mesh `{name}` is given twice with different axes or ranks: {first} and {second}\nhint: use two names for two meshes"
     )]
     MeshRedefined { name: String, first: String, second: String },
-    #[error("mesh {mesh} needs ranks up to {last}, the cluster has {devices} devices (ranks 0 to {})\nhint: list the mesh's ranks ({name}{{..}}=0-3), or describe a larger cluster", devices - 1)]
+    #[error(
+        "mesh {mesh} needs ranks up to {last}, the cluster has {devices} devices, whose ranks count from 0\nhint: list the mesh's ranks ({name}{{..}}=0-3), or describe a larger cluster"
+    )]
     MeshBeyondCluster { mesh: String, name: String, last: u32, devices: usize },
     #[error(
         "rank {rank} of mesh {mesh} leaves {gap} ranks below it without a device\nhint: ranks are dense; without a cluster file a mesh lists ranks at most one above those in use"
@@ -79,13 +81,30 @@ pub struct Reshard {
 }
 
 /// The hosts to assume where no cluster file says better: a host holds as many devices as the mesh's last axis (or
-/// `devices_per_host`), and a new mesh starts on a new host.
+/// `devices_per_host`), and a new mesh starts on a new host. Where hosts have several NICs and an axis is longer than hosts are,
+/// it runs over hosts of eight: eight NICs for 64 devices is nobody's machine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Assumed {
     pub devices_per_host: Option<u32>,
     /// The host to repeat; its device count is set per mesh.
     pub host: Host,
     pub latency_s: f64,
+}
+
+impl Assumed {
+    /// An axis longer than this is not the devices of one host.
+    pub const MOST_PER_HOST: u32 = 16;
+    const USUAL_PER_HOST: u32 = 8;
+
+    /// How many devices a host of this mesh has.
+    pub fn per_host(&self, mesh: &Mesh) -> u32 {
+        let axis = mesh.last_axis_len();
+        let usual = match axis > Self::MOST_PER_HOST && self.host.nics > 1 {
+            true => self.host.nics.max(Self::USUAL_PER_HOST),
+            false => axis,
+        };
+        self.devices_per_host.unwrap_or(usual).max(1)
+    }
 }
 
 impl Default for Assumed {
@@ -261,7 +280,7 @@ impl Placer {
         if in_mesh < missing {
             return Err(PlanError::RankGap { mesh: mesh.to_string(), rank: last, gap: missing - in_mesh });
         }
-        let per_host = assumed.devices_per_host.unwrap_or(mesh.last_axis_len()).max(1);
+        let per_host = assumed.per_host(mesh);
         let mut left = missing;
         while left > 0 {
             let devices = left.min(per_host);
@@ -285,6 +304,25 @@ mod tests {
         let p = problem("f32[8,6]@A{dp:2,tp:4}(tp,_)", "f32[8,6]@B{tp:3}(_,tp)").unwrap();
         assert_eq!(p.cluster.hosts.iter().map(|h| h.devices).collect::<Vec<_>>(), [4, 4, 3]);
         assert_eq!(p.reshards[0].dst.ranks, [Rank(8), Rank(9), Rank(10)]);
+    }
+
+    #[test]
+    fn a_long_axis_runs_over_hosts_of_eight_where_hosts_have_several_nics() {
+        let devices = |nics: u32, devices_per_host: Option<u32>, axis: u32| -> Vec<u32> {
+            let host = Host { nics, ..Host::with_devices(1) };
+            let hosts = Hosts::Assumed(Assumed { devices_per_host, host, ..Assumed::default() });
+            let layout = |text: String| text.parse().unwrap();
+            let src = layout(format!("f32[64]@T{{fsdp:{axis}}}(fsdp)"));
+            let pair = (String::new(), src, layout("f32[64]@I{tp:4}(_)".into()));
+            let problem = Problem::new(vec![pair], hosts).unwrap();
+            problem.cluster.hosts.iter().map(|h| h.devices).collect()
+        };
+        assert_eq!(devices(8, None, 64), [8, 8, 8, 8, 8, 8, 8, 8, 4]);
+        assert_eq!(devices(4, None, 20), [8, 8, 4, 4]);
+        assert_eq!(devices(16, None, 32), [16, 16, 4]);
+        assert_eq!(devices(1, None, 64), [64, 4], "one NIC says nothing of devices");
+        assert_eq!(devices(8, None, 16), [16, 4]);
+        assert_eq!(devices(8, Some(32), 64), [32, 32, 4]);
     }
 
     #[test]

@@ -17,6 +17,7 @@ use super::plan::Plan;
 use super::problem::{PlanError, Problem};
 use super::strategy::{PlanOptions, Strategy};
 use super::unit::UnitTasks;
+use crate::units::Bytes;
 
 pub fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
     let mut draft = Draft::new(problem, options, Strategy::SendRecv)?;
@@ -24,7 +25,12 @@ pub fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError>
     for units in UnitTasks::of_all(problem)? {
         send_tasks(&mut draft, &units, &mut loads);
     }
-    draft.finish()
+    let mut plan = draft.finish()?;
+    let between = Bytes(plan.bytes_between_hosts());
+    plan.reasons.push(format!(
+        "every device is sent each box that it lacks by a holder, whoever beside it has it too: {between} between hosts"
+    ));
+    Ok(plan)
 }
 
 /// Sends every task of a tensor once to each of its receivers. (Alpa's release walks the senders of a destination

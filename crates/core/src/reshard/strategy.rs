@@ -77,12 +77,16 @@ pub struct UnknownStrategy(pub String);
 impl FromStr for Strategy {
     type Err = UnknownStrategy;
 
-    /// `broadcast` alone is the paper's own choice, `broadcast:greedy`.
+    /// `broadcast` alone is the paper's own choice, `broadcast:greedy`. What people and papers write is read too: `send/recv`,
+    /// `all-gather`, `bc:dfs`.
     fn from_str(s: &str) -> Result<Self, UnknownStrategy> {
         let mut all = Strategy::CONCRETE.into_iter().chain([Strategy::Auto]);
-        match s {
+        let plain = s.to_lowercase().replace(['-', '/', '_'], "");
+        let plain =
+            plain.strip_prefix("bc:").map_or(plain.clone(), |scheduler| format!("broadcast:{scheduler}"));
+        match plain.as_str() {
             "broadcast" => Ok(Strategy::Broadcast(Scheduler::Greedy)),
-            _ => all.find(|x| x.name() == s).ok_or_else(|| UnknownStrategy(s.into())),
+            _ => all.find(|x| x.name() == plain).ok_or_else(|| UnknownStrategy(s.into())),
         }
     }
 }
@@ -101,13 +105,16 @@ pub struct PlanOptions {
 
 /// Plans a problem.
 pub fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
-    match options.strategy {
+    let plan = match options.strategy {
         Strategy::SendRecv => sendrecv::plan(problem, options),
         Strategy::AllGather => allgather::plan(problem, options),
         Strategy::Broadcast(scheduler) => broadcast::plan(problem, options, scheduler),
         Strategy::Flow => flow::plan(problem, options),
         Strategy::Auto => plan_fastest(problem, options),
-    }
+    }?;
+    // Whoever lowers, verifies or projects it asks who touches what.
+    plan.touching();
+    Ok(plan)
 }
 
 /// Memory beside the tensors that `auto` lets sums have, where nobody said how much: less of it means smaller turns, which can be
@@ -227,6 +234,23 @@ mod tests {
         assert_eq!(chunk(1 << 30), 512 << 10);
         assert_eq!(chunk((1 << 30) + (1 << 29)), 512 << 10);
         assert_eq!(chunk(1 << 40), 4 << 20);
+    }
+
+    #[test]
+    fn strategies_are_read_as_people_and_papers_write_them() {
+        for strategy in Strategy::CONCRETE.into_iter().chain([Strategy::Auto]) {
+            assert_eq!(strategy.name().parse(), Ok(strategy));
+        }
+        for (text, strategy) in [
+            ("send/recv", Strategy::SendRecv),
+            ("send-recv", Strategy::SendRecv),
+            ("All-Gather", Strategy::AllGather),
+            ("broadcast", Strategy::Broadcast(Scheduler::Greedy)),
+            ("bc:dfs", Strategy::Broadcast(Scheduler::Dfs)),
+        ] {
+            assert_eq!(text.parse(), Ok(strategy), "{text}");
+        }
+        assert!("bc:fastest".parse::<Strategy>().is_err() && "".parse::<Strategy>().is_err());
     }
 
     #[test]

@@ -71,13 +71,14 @@ pub fn shares(bubbles: &[Bubble], makespan: f64) -> Bubble {
 
 /// What a pass waited for.
 #[derive(Clone, Copy)]
-struct Cause {
-    pass: Pass,
+pub(super) struct Cause {
+    pub pass: Pass,
     /// When what it made was there.
-    arrived: f64,
+    pub arrived: f64,
 }
 
-struct Walk<'a> {
+/// Back from a pass over what it waited for.
+pub(super) struct Walk<'a> {
     schedule: &'a Schedule,
     timed: &'a Timed,
     arrivals: FxHashMap<(Via, MicrobatchId), f64>,
@@ -86,7 +87,7 @@ struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    fn new(schedule: &'a Schedule, timed: &'a Timed) -> Self {
+    pub(super) fn new(schedule: &'a Schedule, timed: &'a Timed) -> Self {
         let arrivals = timed.messages.iter().map(|m| ((m.via, m.microbatch), m.span.end)).collect();
         let computes = |order: &Vec<Pass>| (0..order.len()).filter(|at| !order[*at].kind.is_move()).collect();
         Self { schedule, timed, arrivals, turns: schedule.devices().iter().map(computes).collect() }
@@ -127,13 +128,13 @@ impl<'a> Walk<'a> {
         (communication, others + (at - from).max(0.0))
     }
 
-    fn span(&self, pass: Pass) -> super::Span {
+    pub(super) fn span(&self, pass: Pass) -> super::Span {
         let (device, place) = self.schedule.place(pass).expect("a pass that was timed");
         self.timed.spans[device.index()][place]
     }
 
     /// What kept a pass from starting earlier: what it needs, or the pass before it on its device.
-    fn cause(&self, pass: Pass) -> Option<Cause> {
+    pub(super) fn cause(&self, pass: Pass) -> Option<Cause> {
         let (device, place) = self.schedule.place(pass)?;
         let turns = &self.turns[device.index()];
         let before = turns.partition_point(|at| *at < place).checked_sub(1).map(|nth| turns[nth]);
@@ -155,7 +156,7 @@ impl<'a> Walk<'a> {
     }
 
     /// The pass with which the step ends.
-    fn last(&self) -> Option<Cause> {
+    pub(super) fn last(&self) -> Option<Cause> {
         let passes = self.schedule.devices().iter().zip(&self.timed.spans);
         let ends = passes.flat_map(|(order, spans)| order.iter().zip(spans));
         ends.fold(None, |latest, (pass, span)| later(latest, Some(Cause { pass: *pass, arrived: span.end })))

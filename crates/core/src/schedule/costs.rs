@@ -73,7 +73,17 @@ pub enum Channel {
     Delay,
 }
 
-/// What everything costs. All numbers are finite and not negative.
+impl Channel {
+    /// When a message begins that could at `ready`, on a channel whose last one is over at `free`.
+    pub fn start(self, ready: f64, free: f64) -> f64 {
+        match self {
+            Channel::Serial => ready.max(free),
+            Channel::Delay => ready,
+        }
+    }
+}
+
+/// What everything costs. All numbers are finite and not negative, and so are sums of as many of them as a schedule may have.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Costs {
     stages: Vec<StageCost>,
@@ -173,8 +183,12 @@ fn checked_hop(what: &str, hop: Hop) -> Result<(), ScheduleError> {
     checked(what, hop.gradient).map(|_| ())
 }
 
+/// Beyond these, sums and quotients of times are none any more.
+const LEAST: f64 = 1e-100;
+const MOST: f64 = 1e100;
+
 fn checked(what: &str, value: f64) -> Result<f64, ScheduleError> {
-    match value.is_finite() && value >= 0.0 {
+    match value == 0.0 || (LEAST..=MOST).contains(&value) {
         true => Ok(value),
         false => Err(ScheduleError::BadCost { what: what.into(), value }),
     }
@@ -190,11 +204,16 @@ mod tests {
         let error = |f, b, w, c| Costs::even(2, f, b, w, c).unwrap_err().to_string();
         assert_eq!(
             error(1.0, f64::NAN, 1.0, 0.0),
-            "the cost of b is NaN\nhint: costs are times: finite, and not negative"
+            "the cost of b is NaN\nhint: costs are times: finite, and not negative; 0, or from 1e-100 to 1e100"
         );
         assert!(error(-1.0, 1.0, 1.0, 0.0).starts_with("the cost of f is -1"));
         assert!(error(1.0, 1.0, f64::INFINITY, 0.0).starts_with("the cost of w is inf"));
         assert!(error(1.0, 1.0, 1.0, -0.5).starts_with("the cost of comm is -0.5"));
+        // Finite, and yet a sum of two of them is not; or nothing beside anything else.
+        assert!(error(1e308, 1.0, 1.0, 0.0).starts_with("the cost of f is 1e308"));
+        assert!(error(1.0, 1.0, 1.0, 1e308).starts_with("the cost of comm is 1e308"));
+        assert!(error(1.0, 1.0, 1e-308, 0.0).starts_with("the cost of w is 1e-308"));
+        assert!(Costs::even(2, 0.0, 1e-100, 1e100, 0.0).is_ok());
     }
 
     #[test]

@@ -48,7 +48,9 @@ pub enum ScheduleError {
     #[error("{pass} is on {device}, but {} does not visit {}", pass.microbatch, pass.stage)]
     OffRoute { pass: Pass, device: DeviceId },
 
-    #[error("the cost of {what} is {value}\nhint: costs are times: finite, and not negative")]
+    #[error(
+        "the cost of {what} is {value:?}\nhint: costs are times: finite, and not negative; 0, or from 1e-100 to 1e100"
+    )]
     BadCost { what: String, value: f64 },
     #[error("{first} and {second} cannot start together: the second does not follow the first on its device")]
     PairApart { first: Pass, second: Pass },

@@ -13,6 +13,7 @@ pub mod bound;
 pub mod bubble;
 pub mod check;
 mod costs;
+mod critical_path;
 mod error;
 pub mod generate;
 pub mod megatron;
@@ -28,6 +29,7 @@ pub mod torch_csv;
 pub use bubble::Bubble;
 pub use check::{Check, CheckError, check};
 pub use costs::{Channel, Costs, Hop, StageCost};
+pub use critical_path::{Step, critical_path};
 pub use error::ScheduleError;
 pub use generate::{Backward, GenerateError, Name, Spec, generate};
 pub use memory::Footprint;
@@ -83,7 +85,8 @@ impl Schedule {
         Ok(Self { keepers, pairs, ..schedule })
     }
 
-    /// Lets a forward and the backward behind it start together: both wait until both can.
+    /// Lets a forward and the backward behind it start together: by the schedule's own clock, and in its checks and bounds, the
+    /// first waits until both can. A training step has them one behind the other, as all passes, each as soon as it can.
     pub fn with_pairs(mut self, pairs: Vec<(Pass, Pass)>) -> Result<Self, ScheduleError> {
         for (first, second) in pairs {
             let places = self.place(first).zip(self.place(second));

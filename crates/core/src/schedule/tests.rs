@@ -80,6 +80,19 @@ fn passes_run_as_soon_as_they_can() {
 }
 
 #[test]
+fn the_first_of_a_pair_waits_until_both_can() {
+    let alone = linear(2, &["0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1"]).unwrap();
+    let pair = ("0F1".parse().unwrap(), "0BW0".parse().unwrap());
+    let paired = alone.clone().with_pairs(vec![pair]).unwrap();
+    let starts = |schedule: &Schedule| {
+        let timed = time(schedule, &Costs::even(2, 1.0, 1.0, 1.0, 0.0).unwrap()).unwrap();
+        [timed.spans[0][1].start, timed.spans[0][2].start]
+    };
+    assert_eq!(starts(&alone), [1.0, 4.0]);
+    assert_eq!(starts(&paired), [4.0, 5.0]);
+}
+
+#[test]
 fn a_serial_channel_carries_one_message_at_a_time() {
     let schedule = linear(3, &["0F0 0F1 0F2 0BW0 0BW1 0BW2", "1F0 1F1 1F2 1BW0 1BW1 1BW2"]).unwrap();
     let costs = Costs::even(2, 1.0, 1.0, 1.0, 3.0).unwrap();

@@ -251,10 +251,7 @@ struct ChannelState {
 impl Channels {
     fn send(&mut self, via: Via, microbatch: MicrobatchId, ready: f64, cost: f64, channel: Channel) -> Span {
         let state = self.states.entry(via).or_default();
-        let start = match channel {
-            Channel::Serial => ready.max(state.free),
-            Channel::Delay => ready,
-        };
+        let start = channel.start(ready, state.free);
         let span = Span { start, end: start + cost };
         state.free = span.end;
         if state.arrivals.len() <= microbatch.index() {

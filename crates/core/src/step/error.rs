@@ -1,5 +1,6 @@
 //! Why a step has no program.
 
+use super::lists::ListError;
 use crate::id::{DeviceId, Rank, StageId};
 use crate::schedule::{CheckError, Edge, Pass};
 use crate::verify::VerifyError;
@@ -33,6 +34,12 @@ pub enum StepError {
     Schedule(Box<CheckError>),
     #[error("crossing `{name}` cannot be drawn in broad strokes: {what}")]
     Coarse { name: String, what: String },
+    #[error(
+        "{rank} has no list of what it does inside {pass}\nhint: a list has the passes of its rank's device, in their order, and none that is cut"
+    )]
+    NoList { rank: Rank, pass: Pass },
+    #[error("what ranks do inside their passes would never end: {0}")]
+    Lists(#[from] ListError),
     #[error(transparent)]
     Verify(Box<VerifyError>),
 }

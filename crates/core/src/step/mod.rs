@@ -27,6 +27,7 @@ mod check;
 mod coarse;
 pub mod doc;
 mod error;
+pub mod lists;
 mod lower;
 mod report;
 mod slots;
@@ -34,7 +35,7 @@ mod slots;
 mod tests;
 
 pub use error::StepError;
-pub use lower::{Instance, PassPart, StepProgram, lower_step};
+pub use lower::{Instance, PassPart, StepProgram, lower_lists, lower_step};
 pub use report::{DeviceReport, StepReport};
 
 use crate::cluster::Cluster;

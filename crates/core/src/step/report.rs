@@ -21,7 +21,10 @@ pub struct DeviceReport {
     pub device: DeviceId,
     /// Every pass, in order; a pass that was cut is from its first part's start to its last one's end.
     pub passes: Vec<(Pass, OpSpan)>,
+    /// Its ranks computed.
     pub busy_s: f64,
+    /// A pass had begun, and stood still: for other ranks inside it, or for what is needed only on the way.
+    pub waited_s: f64,
 }
 
 impl StepReport {
@@ -48,10 +51,17 @@ impl StepReport {
         let all = self.step_s * self.devices.len() as f64;
         if all > 0.0 { 1.0 - busy / all } else { 0.0 }
     }
+
+    /// The share of it in which a pass had begun, and stood still.
+    pub fn waited(&self) -> f64 {
+        let waited: f64 = self.devices.iter().map(|d| d.waited_s).sum();
+        let all = self.step_s * self.devices.len() as f64;
+        if all > 0.0 { waited / all } else { 0.0 }
+    }
 }
 
 fn device(step: &Step, lowered: &StepProgram, trace: &Trace, device: DeviceId) -> DeviceReport {
-    let mut report = DeviceReport { device, passes: vec![], busy_s: 0.0 };
+    let mut report = DeviceReport { device, passes: vec![], busy_s: 0.0, waited_s: 0.0 };
     let Some(rank) = step.ranks_of(device).first() else { return report };
     let ops = &lowered.program.ranks[rank.index()].ops;
     for (op, span) in ops.iter().zip(&trace.ops[rank.index()]) {
@@ -63,5 +73,7 @@ fn device(step: &Step, lowered: &StepProgram, trace: &Trace, device: DeviceId) -
             _ => report.passes.push((part.pass, *span)),
         }
     }
+    let under_way: f64 = report.passes.iter().map(|(_, span)| span.end_s - span.start_s).sum();
+    report.waited_s = (under_way - report.busy_s).max(0.0);
     report
 }

@@ -25,6 +25,12 @@ use crate::program::{DepKind, OpKind};
 
 use super::order::Order;
 
+/// Knows what is over.
+pub trait Over {
+    /// Whether op `first` of a rank is done with an element before op `then` of the same rank reads or writes it.
+    fn is_over(&mut self, rank: u32, first: u32, then: u32) -> bool;
+}
+
 /// Searches backwards from one op for another.
 pub struct Before<'a> {
     order: &'a Order<'a>,
@@ -54,9 +60,10 @@ impl<'a> Before<'a> {
         let serial = (0..order.program.ranks.len()).map(|rank| is_serial(order, rank as u32)).collect();
         Self { order, seen: vec![], searches: 0, open: vec![], abroad: vec![], serial, over_by: vec![] }
     }
+}
 
-    /// Whether op `first` of a rank is done with an element before op `then` of the same rank reads or writes it.
-    pub fn is_over(&mut self, rank: u32, first: u32, then: u32) -> bool {
+impl Over for Before<'_> {
+    fn is_over(&mut self, rank: u32, first: u32, then: u32) -> bool {
         let computes = matches!(self.order.op((rank, then)).kind, OpKind::Compute { .. });
         if !computes || !self.serial[rank as usize] {
             return self.is_found_over(rank, first, then);
@@ -74,7 +81,9 @@ impl<'a> Before<'a> {
         }
         over
     }
+}
 
+impl Before<'_> {
     fn is_found_over(&mut self, rank: u32, first: u32, then: u32) -> bool {
         let order = self.order;
         let ranked = &order.program.ranks[rank as usize];

@@ -21,7 +21,7 @@ use crate::id::{Rank, RegionId};
 use crate::program::{Holds, Op, OpKind, Program, RankProgram, TileId};
 use crate::region::Region;
 
-use super::before::Before;
+use super::before::Over;
 use super::error::{OpName, VerifyError};
 use super::sets::PartSet;
 use super::spaces::{Spaces, extent};
@@ -97,8 +97,8 @@ pub struct RankMemory<'a> {
 }
 
 impl<'a> RankMemory<'a> {
-    pub fn new(program: &'a Program, rank: Rank) -> Result<Self, VerifyError> {
-        let ranked = &program.ranks[rank.index()];
+    /// Of one rank's part of a program, which need not be among the program's ranks: only its tables are looked at.
+    pub fn new(program: &'a Program, rank: Rank, ranked: &'a RankProgram) -> Result<Self, VerifyError> {
         let spaces = Spaces::of(program, ranked);
         let n = spaces.spaces.len();
         let mut memory = Self {
@@ -322,7 +322,7 @@ impl<'a> RankMemory<'a> {
     }
 
     /// What an op reads: the parts that all of a box holds.
-    pub fn read(&mut self, op: u32, tile: TileId, before: &mut Before) -> Result<PartSet, VerifyError> {
+    pub fn read(&mut self, op: u32, tile: TileId, before: &mut dyn Over) -> Result<PartSet, VerifyError> {
         let space = self.space_of(tile);
         if let (true, Holds::Source(part)) =
             (self.cells_of[space as usize].is_empty(), self.ranked.tile(tile).holds)
@@ -412,7 +412,7 @@ impl<'a> RankMemory<'a> {
         op: u32,
         tile: TileId,
         brought: &PartSet,
-        before: &mut Before,
+        before: &mut dyn Over,
     ) -> Result<(), VerifyError> {
         let space = self.space_of(tile);
         if self.plain[space as usize] {
@@ -434,7 +434,7 @@ impl<'a> RankMemory<'a> {
     }
 
     /// Whoever wrote or read a cell is done with it.
-    fn check_over(&self, c: u32, op: u32, before: &mut Before) -> Result<(), VerifyError> {
+    fn check_over(&self, c: u32, op: u32, before: &mut dyn Over) -> Result<(), VerifyError> {
         let cell = &self.cells[c as usize];
         let race = |first: u32, does| {
             let (first, second) = (self.name(first), self.name(op));
@@ -497,7 +497,7 @@ impl<'a> RankMemory<'a> {
         op: u32,
         space: u32,
         tile: TileId,
-        before: &mut Before,
+        before: &mut dyn Over,
     ) -> Result<(), VerifyError> {
         let mut kept = vec![];
         let buffer = self.spaces.spaces[space as usize].buffer as usize;

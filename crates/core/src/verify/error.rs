@@ -2,10 +2,11 @@
 
 use std::fmt;
 
-use crate::id::{Rank, TransferId};
+use crate::id::{MicrobatchId, Rank, TransferId};
 use crate::program::messages::MatchError;
-use crate::program::{Dep, OpKind, RankProgram};
+use crate::program::{Dep, OpKind, RankProgram, TileId};
 use crate::region::Region;
+use crate::schedule::Pass;
 
 /// What every plan and every program obeys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -169,6 +170,17 @@ pub enum VerifyError {
     #[error("the program has {rank} hold tensor {tensor} otherwise than its {side} layout says")]
     OtherLayout { rank: Rank, tensor: u32, side: &'static str },
 
+    #[error("crossing {crossing}, {} of microbatch {}, {what}", if *forward { "forward" } else { "backward" }, microbatch.0)]
+    OtherCrossing { crossing: u32, forward: bool, microbatch: MicrobatchId, what: &'static str },
+    #[error("{rank} does not run part {part} of {pass} where the schedule has it")]
+    OtherPass { rank: Rank, pass: Pass, part: u32 },
+    #[error("{op} is no part of the passes that the schedule has there")]
+    NoSuchPass { op: OpName },
+    #[error("{second} does not wait for {first} before it\nhint: a device does one thing at a time")]
+    NotOneByOne { first: OpName, second: OpName },
+    #[error("{op} {does} tile {}, and {pass} {should} by the schedule and its layouts", tile.0)]
+    OtherNeeds { op: OpName, pass: Pass, tile: TileId, does: &'static str, should: &'static str },
+
     #[error("{rank} never gets {region} of tensor {tensor}")]
     Missing { tensor: u32, rank: Rank, region: Region },
     #[error("{rank} gets {region} of tensor {tensor} twice: {}, and by {second}", first_time(first))]
@@ -243,6 +255,9 @@ impl VerifyError {
                 Law::Malformed
             }
             CannotCombine { .. } | TooTangled { .. } | OtherLayout { .. } => Law::Malformed,
+            OtherCrossing { .. } | OtherPass { .. } | NoSuchPass { .. } => Law::Malformed,
+            NotOneByOne { .. } => Law::Race,
+            OtherNeeds { .. } => Law::Causality,
             Missing { .. } | Twice { .. } | MissingPart { .. } | PartTwice { .. } => Law::Coverage,
             NoOwnPart { .. } | NotHeld { .. } | ReadsNothing { .. } | SumUneven { .. } => Law::Causality,
             WriteRace { .. } | ReadRace { .. } => Law::Race,
@@ -273,10 +288,14 @@ impl VerifyError {
             | OutsideTile { op, .. }
             | BytesDiffer { op, .. }
             | CannotCombine { op, .. }
+            | NoSuchPass { op, .. }
+            | OtherNeeds { op, .. }
             | PartTwice { op, .. }
             | ReadsNothing { op, .. }
             | SumUneven { op, .. } => op.renumbered(&id),
-            WriteRace { first, second, .. } | ReadRace { first, second, .. } => {
+            WriteRace { first, second, .. }
+            | ReadRace { first, second, .. }
+            | NotOneByOne { first, second } => {
                 first.renumbered(&id);
                 second.renumbered(&id);
             }

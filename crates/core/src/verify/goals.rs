@@ -11,33 +11,41 @@ use super::error::VerifyError;
 
 /// A box that a rank is to hold at the start or at the end, or that its program says it holds.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Held<'a> {
-    tensor: u32,
-    goal: bool,
-    region: &'a Region,
+pub struct Held<'a> {
+    pub tensor: u32,
+    pub goal: bool,
+    pub region: &'a Region,
     /// Of a source: which part of the tensor.
-    part: u32,
+    pub part: u32,
 }
 
 pub fn check(program: &Program, problem: &Problem) -> Result<(), VerifyError> {
     let sides = Sides::of(problem);
     let num_ranks = sides.num_ranks.max(program.ranks.len() as u32);
-    for rank in (0..num_ranks).map(Rank) {
-        let wanted = sides.wanted(rank);
-        let found = program.ranks.get(rank.index()).map(|ranked| found(program, ranked)).unwrap_or_default();
-        if found == wanted {
-            continue;
-        }
-        let differs = found.iter().zip(&wanted).find(|(found, wanted)| found != wanted);
-        let held = match (differs, found.len().cmp(&wanted.len())) {
-            (Some((found, wanted)), _) => found.min(wanted),
-            (None, Ordering::Less) => &wanted[found.len()],
-            (None, _) => &found[wanted.len()],
-        };
-        let side = if held.goal { "destination" } else { "source" };
-        return Err(VerifyError::OtherLayout { rank, tensor: held.tensor, side });
+    let nothing = RankProgram::default();
+    let of = |rank: Rank| program.ranks.get(rank.index()).unwrap_or(&nothing);
+    (0..num_ranks).map(Rank).try_for_each(|rank| check_rank(&sides, program, rank, of(rank)))
+}
+
+/// The same of one rank's part of a program.
+pub fn check_rank(
+    sides: &Sides,
+    program: &Program,
+    rank: Rank,
+    ranked: &RankProgram,
+) -> Result<(), VerifyError> {
+    let (wanted, found) = (sides.wanted(rank), found(program, ranked));
+    if found == wanted {
+        return Ok(());
     }
-    Ok(())
+    let differs = found.iter().zip(&wanted).find(|(found, wanted)| found != wanted);
+    let held = match (differs, found.len().cmp(&wanted.len())) {
+        (Some((found, wanted)), _) => found.min(wanted),
+        (None, Ordering::Less) => &wanted[found.len()],
+        (None, _) => &found[wanted.len()],
+    };
+    let side = if held.goal { "destination" } else { "source" };
+    Err(VerifyError::OtherLayout { rank, tensor: held.tensor, side })
 }
 
 /// What a rank's tiles say, in order.
@@ -58,12 +66,12 @@ fn found<'a>(program: &'a Program, ranked: &RankProgram) -> Vec<Held<'a>> {
 }
 
 /// All sides of all tensors. Tensors that are laid out alike share one list of boxes: a model has many of a kind.
-struct Sides<'a> {
+pub struct Sides<'a> {
     kinds: Vec<Kind<'a>>,
     /// By tensor: the kinds of its source and of its destination.
     of_tensor: Vec<[usize; 2]>,
     /// No layout names a rank beyond.
-    num_ranks: u32,
+    pub num_ranks: u32,
 }
 
 struct Kind<'a> {
@@ -77,7 +85,7 @@ struct Kind<'a> {
 const NOT_THERE: u32 = u32::MAX;
 
 impl<'a> Sides<'a> {
-    fn of(problem: &'a Problem) -> Self {
+    pub fn of(problem: &'a Problem) -> Self {
         let mut sides = Self { kinds: vec![], of_tensor: vec![], num_ranks: 0 };
         for reshard in &problem.reshards {
             let kinds = [&reshard.src, &reshard.dst].map(|placed| sides.kind(placed));
@@ -96,7 +104,7 @@ impl<'a> Sides<'a> {
     }
 
     /// What the layouts ask of a rank, in order.
-    fn wanted(&self, rank: Rank) -> Vec<Held<'_>> {
+    pub fn wanted(&self, rank: Rank) -> Vec<Held<'_>> {
         let mut wanted = vec![];
         for (tensor, kinds) in (0..).zip(&self.of_tensor) {
             for (kind, goal) in kinds.iter().zip([false, true]) {

@@ -3,6 +3,8 @@
 //! ```text
 //! plan    -> shape (malformed), holding (causality) -> lower -> goals: the program begins and ends as the layouts say
 //!                                                       |
+//! step    -> lower -> step_goals: every pass begins with what the schedule says it needs, and what it makes arrives
+//!                                                       |
 //! program -> tables (malformed) -> messages (matched) -> order (deadlock) -> cells (causality, race, coverage) -> memory
 //! ```
 //!
@@ -14,35 +16,39 @@
 //! with sends that wait for their receive.
 
 mod before;
+mod by_rank;
 mod cells;
 mod error;
+mod follow;
 mod goals;
 mod holding;
 mod order;
 mod sets;
 mod shape;
 mod spaces;
+mod step_goals;
 mod tables;
 mod tiling;
 mod verified;
 
 use std::fmt;
 
+#[doc(hidden)]
+pub use by_rank::accepts as accepts_by_rank;
 pub use error::{Does, Law, OpName, VerifyError};
+pub use step_goals::check as check_step;
 pub use verified::{Verified, VerifiedRank};
 
 use crate::id::Rank;
+use crate::program::Program;
 use crate::program::messages::Messages;
-use crate::program::{OpKind, Program};
 use crate::reshard::doc::PlanDoc;
 use crate::reshard::lower::{Addressing, lower_with};
 use crate::reshard::shards::AllSides;
 use crate::reshard::{Plan, Problem, lower_bound};
 use crate::sim::simulate;
-use before::Before;
-use cells::RankMemory;
-use order::{Event, Order};
-use sets::PartSet;
+use follow::{follow_all, follow_by_rank};
+use order::Order;
 
 /// What has been proven of a plan.
 #[derive(Debug, Clone, PartialEq)]
@@ -93,18 +99,47 @@ pub fn verify(plan: &Plan) -> Result<Proof, VerifyError> {
 
 /// Proves a plan and the figures that came with it.
 pub fn verify_claims(plan: &Plan, claims: &Claims) -> Result<Proof, VerifyError> {
-    let (program, proof) = prove(plan, Addressing::Apart)?;
-    check_claims(plan, &program, &proof, claims)?;
+    let sides = check_plan(plan)?;
+    // Only a claimed time, which is simulated, needs the whole program.
+    let proof = match by_rank::prove(plan, &sides).filter(|_| claims.predicted_s.is_none()) {
+        Some(proof) => proof,
+        None => {
+            let (program, proof) = prove_program(plan, &sides, Addressing::Apart)?;
+            check_time(plan, &program, claims)?;
+            proof
+        }
+    };
+    check_claims(plan, &proof, claims)?;
     Ok(proof)
 }
 
-/// Lowers a plan, and proves it and its program.
-fn prove(plan: &Plan, addressing: Addressing) -> Result<(Program, Proof), VerifyError> {
+/// A plan's own laws.
+fn check_plan(plan: &Plan) -> Result<AllSides, VerifyError> {
     shape::check(plan)?;
-    holding::check_senders(plan, &AllSides::of(&plan.problem))?;
+    let sides = AllSides::of(&plan.problem);
+    holding::check_senders(plan, &sides)?;
+    Ok(sides)
+}
+
+/// Proves a plan and its program, lowered.
+fn prove(plan: &Plan, addressing: Addressing) -> Result<(Program, Proof), VerifyError> {
+    let sides = check_plan(plan)?;
+    prove_program(plan, &sides, addressing)
+}
+
+fn prove_program(
+    plan: &Plan,
+    sides: &AllSides,
+    addressing: Addressing,
+) -> Result<(Program, Proof), VerifyError> {
     let program = lower_with(plan, addressing);
-    let proof = verify_for(&program, &plan.problem)?;
-    let proof = Proof { transfers: plan.transfers().len(), bytes: plan.bytes_moved(), ..proof };
+    let proof = match by_rank::prove_lowered(plan, sides, &program) {
+        Some(proof) => proof,
+        None => {
+            let proof = verify_for(&program, &plan.problem)?;
+            Proof { transfers: plan.transfers().len(), bytes: plan.bytes_moved(), ..proof }
+        }
+    };
     Ok((program, proof))
 }
 
@@ -131,85 +166,10 @@ pub fn verify_program(program: &Program) -> Result<Proof, VerifyError> {
     Ok(Proof { transfers, bytes, peak_extra_bytes, peak_rank })
 }
 
-/// Follows whole values: what is received is what was to be sent, if every sender is right, so ranks can be looked at one by
-/// one.
-fn follow_by_rank(order: &Order) -> Result<(), VerifyError> {
-    let mut before = Before::new(order);
-    let whole = PartSet::single(0);
-    for rank in 0..order.program.ranks.len() as u32 {
-        let mut memory = RankMemory::new(order.program, Rank(rank))?;
-        for op in order.of_rank(rank) {
-            let of = order.op((rank, op));
-            if let (None, Some(into)) = of.ends() {
-                memory.write(op, into, &whole, &mut before)?;
-            } else {
-                follow_local(&mut memory, order, (rank, op), &mut before)?;
-            }
-        }
-        memory.check_goals()?;
-    }
-    Ok(())
-}
-
-/// Follows everything in the order in which it can happen.
-fn follow_all(order: &Order) -> Result<(), VerifyError> {
-    let mut before = Before::new(order);
-    let ranks = (0..order.program.ranks.len() as u32).map(|rank| RankMemory::new(order.program, Rank(rank)));
-    let mut memories = ranks.collect::<Result<Vec<_>, _>>()?;
-    for event in order.events() {
-        match event {
-            Event::Local(at) => follow_local(&mut memories[at.0 as usize], order, at, &mut before)?,
-            Event::Message(tag) => {
-                let message = order.messages[tag];
-                let ((src, send), (dst, recv)) = (message.send, message.recv);
-                let (Some(from), Some(into)) =
-                    (order.op(message.send).ends().0, order.op(message.recv).ends().1)
-                else {
-                    continue;
-                };
-                let carried = memories[src as usize].read(send, from, &mut before)?;
-                memories[dst as usize].write(recv, into, &carried, &mut before)?;
-            }
-        }
-    }
-    memories.iter().try_for_each(RankMemory::check_goals)
-}
-
-/// Follows what a rank does by itself: a copy, a pass, or what a send reads.
-fn follow_local(
-    memory: &mut RankMemory,
-    order: &Order,
-    at: (u32, u32),
-    before: &mut Before,
-) -> Result<(), VerifyError> {
-    let (op, ranked) = (at.1, &order.program.ranks[at.0 as usize]);
-    if let OpKind::Compute { needs, makes, .. } = order.op(at).kind {
-        for tile in ranked.touched(needs) {
-            let found = memory.read(op, *tile, before)?;
-            memory.check_whole(op, *tile, &found)?;
-        }
-        for tile in ranked.touched(makes) {
-            let crate::program::Holds::Made(part) = ranked.tile(*tile).holds else {
-                unreachable!("tables::check saw that it is made");
-            };
-            memory.write(op, *tile, &PartSet::single(part), before)?;
-        }
-        return Ok(());
-    }
-    match order.op(at).ends() {
-        (Some(from), None) => memory.read(op, from, before).map(|_| ()),
-        (Some(from), Some(into)) => {
-            let carried = memory.read(op, from, before)?;
-            memory.write(op, into, &carried, before)
-        }
-        _ => Ok(()),
-    }
-}
-
 /// Figures may differ by this much: they come from sums in another order.
 const ROUNDING: f64 = 1e-6;
 
-fn check_claims(plan: &Plan, program: &Program, proof: &Proof, claims: &Claims) -> Result<(), VerifyError> {
+fn check_claims(plan: &Plan, proof: &Proof, claims: &Claims) -> Result<(), VerifyError> {
     match (claims.peak_extra_bytes, claims.bytes) {
         (Some(claimed), _) if proof.peak_extra_bytes > claimed => {
             let (rank, needed) = (proof.peak_rank, proof.peak_extra_bytes);
@@ -220,22 +180,26 @@ fn check_claims(plan: &Plan, program: &Program, proof: &Proof, claims: &Claims) 
         }
         _ => {}
     }
-    let differs =
-        |a: f64, b: f64| (a - b).abs() > ROUNDING * a.abs().max(b.abs()) || a.is_nan() != b.is_nan();
     if let Some(claimed) = claims.lower_bound_s {
         let seconds = lower_bound(&plan.problem).map_or(0.0, |bound| bound.seconds);
         if differs(seconds, claimed) {
             return Err(VerifyError::BoundClaimed { seconds, claimed });
         }
     }
-    if let Some(claimed) = claims.predicted_s {
-        let seconds =
-            simulate(program, &plan.problem.cluster).map_or(f64::INFINITY, |trace| trace.makespan_s);
-        if differs(seconds, claimed) {
-            return Err(VerifyError::TimeClaimed { seconds, claimed });
-        }
-    }
     Ok(())
+}
+
+fn check_time(plan: &Plan, program: &Program, claims: &Claims) -> Result<(), VerifyError> {
+    let Some(claimed) = claims.predicted_s else { return Ok(()) };
+    let seconds = simulate(program, &plan.problem.cluster).map_or(f64::INFINITY, |trace| trace.makespan_s);
+    match differs(seconds, claimed) {
+        true => Err(VerifyError::TimeClaimed { seconds, claimed }),
+        false => Ok(()),
+    }
+}
+
+fn differs(a: f64, b: f64) -> bool {
+    (a - b).abs() > ROUNDING * a.abs().max(b.abs()) || a.is_nan() != b.is_nan()
 }
 
 #[cfg(test)]

@@ -36,14 +36,6 @@ pub struct Order<'a> {
     locals: Vec<At>,
 }
 
-/// What happens at one place of the order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Event {
-    /// The message of this tag.
-    Message(u32),
-    Local(At),
-}
-
 impl<'a> Order<'a> {
     pub fn new(program: &'a Program, messages: &'a Messages) -> Result<Self, VerifyError> {
         let mut firsts = Vec::with_capacity(program.ranks.len());
@@ -91,15 +83,6 @@ impl<'a> Order<'a> {
             ops.sort_by_key(|op| key(*op));
         }
         ops
-    }
-
-    /// Everything, in an order in which it can run.
-    pub fn events(&self) -> Vec<Event> {
-        let messages = self.messages.iter().map(|(tag, m)| ((self.key(m.send), false), Event::Message(tag)));
-        let locals = self.locals.iter().map(|at| ((self.key(*at), true), Event::Local(*at)));
-        let mut events: Vec<((u32, bool), Event)> = messages.chain(locals).collect();
-        events.sort_by_key(|(key, _)| *key);
-        events.into_iter().map(|(_, event)| event).collect()
     }
 
     /// Whether the tags of messages rise along every edge. Keys are then a message's tag and one, and of other ops the largest key

@@ -22,6 +22,12 @@ impl PartSet {
 
     /// The union of two sets, or the first part that is in both.
     pub fn union(&self, other: &Self) -> Result<Self, u32> {
+        // Neighbours, as most are.
+        if let (&Self::One(start, end), &Self::One(other, other_end)) = (self, other)
+            && (end == other || other_end == start)
+        {
+            return Ok(Self::One(start.min(other), end.max(other_end)));
+        }
         let mut all: Vec<(u32, u32)> = self.ranges().chain(other.ranges()).collect();
         all.sort_unstable();
         let mut joined: Vec<(u32, u32)> = Vec::with_capacity(all.len());

@@ -10,18 +10,31 @@ use super::error::{OpName, VerifyError};
 /// Checks all tables and matches messages: rank by rank, while a rank's ops are at hand.
 pub fn check(program: &Program) -> Result<Messages, VerifyError> {
     let mut matcher = Matcher::new(program);
-    let wholes = (0..).zip(&program.tensors).map(|(i, t)| whole(i, t)).collect::<Result<Vec<_>, _>>()?;
+    let wholes = wholes(program)?;
     for (rank, ranked) in (0..).map(Rank).zip(&program.ranks) {
-        let of_rank = OfRank { program, ranked, rank, wholes: &wholes };
-        for (i, tile) in (0..).zip(&ranked.tiles) {
-            of_rank.check_tile(i, tile)?;
-        }
-        for (i, op) in (0..).zip(&ranked.ops) {
-            of_rank.check_op(i, op)?;
-        }
+        check_rank(program, rank, ranked, &wholes)?;
         matcher.add(rank)?;
     }
     Ok(matcher.finish()?)
+}
+
+/// One rank's tables, with the program's tensors as boxes.
+pub fn check_rank(
+    program: &Program,
+    rank: Rank,
+    ranked: &RankProgram,
+    wholes: &[Region],
+) -> Result<(), VerifyError> {
+    let of_rank = OfRank { program, ranked, rank, wholes };
+    for (i, tile) in (0..).zip(&ranked.tiles) {
+        of_rank.check_tile(i, tile)?;
+    }
+    (0..).zip(&ranked.ops).try_for_each(|(i, op)| of_rank.check_op(i, op))
+}
+
+/// All tensors as boxes.
+pub fn wholes(program: &Program) -> Result<Vec<Region>, VerifyError> {
+    (0..).zip(&program.tensors).map(|(i, t)| whole(i, t)).collect()
 }
 
 /// A tensor as a box; its bytes can be counted.
@@ -142,6 +155,10 @@ impl OfRank<'_> {
                 continue;
             }
             let ends = matches!((&on.kind, &op.kind), (OpKind::Recv { .. }, OpKind::Send { .. }));
+            if op.bytes == 0 {
+                // It would be over before the one that it follows: there is no element to wait for.
+                return bad("is followed as it moves, by what moves nothing");
+            }
             let boxes = &self.program.boxes;
             let same = on.region == op.region || boxes.get(on.region) == boxes.get(op.region);
             if !ends || on.tensor != op.tensor || on.bytes != op.bytes || !same {

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use crate::id::Rank;
 use crate::program::{Program, RankProgram};
 use crate::reshard::Plan;
-use crate::reshard::lower::{Addressing, project};
+use crate::reshard::lower::Addressing;
 
 use super::error::VerifyError;
-use super::{Claims, Proof, check_claims, prove, verify_program};
+use super::{Claims, Proof, check_claims, check_time, prove, tables, verify_program};
 
 /// A program that obeys every law. There is no other way to make one than to prove it, or to have somebody's word.
 #[derive(Debug, Clone, PartialEq)]
@@ -33,7 +33,8 @@ impl Verified {
     /// The same, with the figures that came with the plan.
     pub fn claimed_plan(plan: &Plan, claims: &Claims) -> Result<Self, VerifyError> {
         let proven = Self::plan(plan, Addressing::Apart)?;
-        check_claims(plan, &proven.program, &proven.proof, claims)?;
+        check_claims(plan, &proven.proof, claims)?;
+        check_time(plan, &proven.program, claims)?;
         Ok(proven)
     }
 
@@ -63,10 +64,17 @@ pub struct VerifiedRank {
 }
 
 impl VerifiedRank {
-    /// One rank's part of a plan that somebody else has proven: whoever started this rank and handed it the plan over a
-    /// channel that nobody else writes to. It costs what the rank's own ops cost, not what the plan costs.
-    pub fn vouched_for(plan: &Plan, rank: Rank) -> Self {
-        Self { program: Arc::new(project(plan, rank, Addressing::Apart)), rank }
+    /// One rank's part of a program that somebody else has proven: whoever started this rank and handed it over a channel that
+    /// nobody else writes to. Whether it fits to the others' parts is the word of that somebody; what can be seen in the part alone is
+    /// looked at all the same. It costs what the rank's own ops cost.
+    pub fn vouched_for(program: Program, rank: Rank) -> Result<Self, VerifyError> {
+        let wholes = tables::wholes(&program)?;
+        let (index, len) = (rank.0, program.ranks.len());
+        let Some(ranked) = program.ranks.get(rank.index()) else {
+            return Err(VerifyError::NoSuch { rank, what: "rank", index, len });
+        };
+        tables::check_rank(&program, rank, ranked, &wholes)?;
+        Ok(Self { program: Arc::new(program), rank })
     }
 
     pub fn id(&self) -> Rank {

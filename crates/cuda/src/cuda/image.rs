@@ -45,7 +45,8 @@ pub fn image(module: &str, arch: &str) -> Result<Image, CudaError> {
     Ok(Image { bytes, path })
 }
 
-fn cache() -> Option<PathBuf> {
+/// Where images and choices are kept.
+pub fn cache() -> Option<PathBuf> {
     let home = || Some(Path::new(&std::env::var_os("HOME")?).join(".cache"));
     let root =
         std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|p| p.is_absolute()).or_else(home)?;

@@ -4,10 +4,14 @@
 //! that only waits and calls back: a callback in the stream of the copies would hold up the next of them.
 #![allow(unsafe_code)]
 
+pub mod attend;
+pub mod dnn;
 pub mod find;
 pub mod image;
 pub mod lab;
 pub mod lt;
+pub mod marks;
+pub mod moves;
 pub mod ops;
 
 use std::collections::HashMap;
@@ -297,6 +301,11 @@ pub fn count() -> Result<usize, CudaError> {
         CUresult::CUDA_SUCCESS => Err(no_device(CUresult::CUDA_ERROR_NO_DEVICE)),
         code => Err(no_device(code)),
     }
+}
+
+/// A card, without a context of its own.
+pub fn describe(ordinal: usize) -> Result<Card, CudaError> {
+    card(ordinal).map(|(card, _)| card)
 }
 
 /// A card, and the driver's number of it.

@@ -15,8 +15,6 @@ pub enum CheckpointError {
     Damaged { path: PathBuf, what: String },
     #[error("{}: there is no checkpoint here\nhint: a checkpoint is a folder with a manifest.json", path.display())]
     NotThere { path: PathBuf },
-    #[error("{}: {found} is not the schema `{wanted}`\nhint: another version of crossmesh wrote it", path.display())]
-    Schema { path: PathBuf, found: String, wanted: &'static str },
     #[error("rank {rank} could not save: {why}")]
     Rank { rank: u32, why: String },
     #[error("the parts of step {step} do not make a checkpoint: {what}")]
@@ -30,7 +28,7 @@ pub enum CheckpointError {
     LeftOut { path: PathBuf, name: String, count: usize },
     #[error("{}: `{name}` has the shape {found:?}, the model {wanted:?}", path.display())]
     Shape { path: PathBuf, name: String, found: Vec<u64>, wanted: Vec<u64> },
-    #[error("{}: it holds {found}, and {wanted} is wanted\nhint: ask for a conversion, or train in {found}", path.display())]
+    #[error("{}: it holds {found}, and {wanted} is wanted\nhint: go on with train.dtype = \"{found}\", or convert it first: `crossmesh checkpoint convert --to crossmesh --dtype {wanted}`", path.display())]
     DType { path: PathBuf, found: DType, wanted: DType },
     #[error("{}: it holds the moments {found:?}, and the optimizer has {wanted:?}\nhint: go on with the optimizer it was saved with", path.display())]
     Optimizer { path: PathBuf, found: Vec<String>, wanted: Vec<String> },
@@ -42,6 +40,19 @@ pub enum CheckpointError {
     State { what: String },
     #[error("{}: {what}", path.display())]
     Model { path: PathBuf, what: String },
+    #[error(transparent)]
+    Format(crossmesh_checkpoint::CheckpointError),
+}
+
+impl From<crossmesh_checkpoint::CheckpointError> for CheckpointError {
+    fn from(error: crossmesh_checkpoint::CheckpointError) -> Self {
+        use crossmesh_checkpoint::CheckpointError as Format;
+        match error {
+            Format::Io { what, path, cause } => Self::Io { what, path, cause },
+            Format::Damaged { path, what } => Self::Damaged { path, what },
+            other => Self::Format(other),
+        }
+    }
 }
 
 impl CheckpointError {
@@ -61,6 +72,9 @@ fn hint(cause: &io::Error) -> &'static str {
         }
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
             "\nhint: every rank has to be able to write there"
+        }
+        io::ErrorKind::NotFound => {
+            "\nhint: look at the path; a relative one starts where the program was started"
         }
         _ => "",
     }

@@ -17,17 +17,16 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use crossmesh_checkpoint::hash::{Input, hash_files};
+use crossmesh_checkpoint::manifest::{BoxEntry, Facts, MANIFEST, Manifest, TensorEntry, VALUE};
+use crossmesh_checkpoint::safetensors::Header;
+use crossmesh_checkpoint::{BoxReader, Element, StoredBox, Want, row_major};
 use crossmesh_core::dtype::DType;
 use crossmesh_core::region::Region;
 
 use super::error::CheckpointError;
-use super::hash::{Input, hash_files};
-use super::manifest::{BoxEntry, Facts, Manifest, TensorEntry, VALUE};
-use super::read::{Reader, Source};
 use super::snapshot::fits;
 use super::state::{Convert, StageTarget};
-use super::store::MANIFEST;
-use super::tensor_file::{Header, width};
 use crate::boxes;
 use crate::deal::{Runs, Share};
 use crate::kernels::scalar::Scalar;
@@ -212,32 +211,41 @@ impl Checkpoint {
     /// Reads what is wanted, once the files it is in are known to be good.
     fn copy<T: Scalar>(&self, wanted: &[Wanted<'_>], values: &mut [T]) -> Result<u64, CheckpointError> {
         self.verify_files(&wanted.iter().map(|w| w.entry.file).collect())?;
-        let (mut read, mut reader) = (0, Reader::default());
+        let (mut read, mut reader) = (0, BoxReader::default());
         for w in wanted {
-            let source = self.source(w.entry, &w.source)?;
-            let target = &mut values[w.at..w.at + w.target.volume() as usize];
-            read += reader.fetch(&source, &w.source, &w.target, target)?;
+            let opened = &self.files[w.entry.file];
+            let stored = self.stored(w.entry, &w.source)?;
+            let element = Element::Of(T::DTYPE);
+            let mut want = Want {
+                tensor: String::new(),
+                region: w.target.clone(),
+                element,
+                strides: row_major(w.target.spans().iter().map(|s| s.len()), element.bytes()),
+                memory: bytemuck::cast_slice_mut(&mut values[w.at..w.at + w.target.volume() as usize]),
+            };
+            let from = (&stored, Element::Of(self.dtype()));
+            read += reader.read((&opened.file, &opened.path), from, &mut want)?;
         }
         Ok(read)
     }
 
     /// Where a box's bytes are.
-    fn source(&self, entry: &BoxEntry, region: &Region) -> Result<Source<'_>, CheckpointError> {
+    fn stored(&self, entry: &BoxEntry, region: &Region) -> Result<StoredBox, CheckpointError> {
         let opened = &self.files[entry.file];
         let header = opened.header.get().expect("the file was checked");
-        let dtype = self.dtype();
-        let found = header.entries.get(&entry.key).filter(|e| e.dtype.eq_ignore_ascii_case(dtype.name()));
+        let element = Element::Of(self.dtype());
+        let found = header.entries.get(&entry.key).filter(|e| e.element == element);
         let range = found.map(|e| header.range(e)).and_then(|range| {
-            let width = width(&dtype.name().to_uppercase())?;
+            let width = element.bytes();
             let start = entry.at.checked_mul(width)?.checked_add(range.start)?;
             let end = region.volume().checked_mul(width)?.checked_add(start)?;
             (end <= range.end).then_some(start)
         });
         let Some(start) = range else {
-            let what = format!("it has no {dtype} {region} under `{}`, as its manifest says", entry.key);
+            let what = format!("it has no {element} {region} under `{}`, as its manifest says", entry.key);
             return Err(CheckpointError::damaged(&opened.path, what));
         };
-        Ok(Source { file: &opened.file, path: &opened.path, start, dtype })
+        Ok(StoredBox::packed(region.clone(), 0, start, element))
     }
 
     fn verify_files(&self, files: &BTreeSet<usize>) -> Result<(), CheckpointError> {
@@ -249,7 +257,7 @@ impl Checkpoint {
         for (&i, hash) in files.iter().zip(hashes) {
             self.check_hash(i, hash.to_hex().as_str())?;
             let opened = &self.files[i];
-            let header = Header::read(&opened.file, opened.bytes, &opened.path)?;
+            let header = Header::read_whole(&opened.file, &opened.path)?;
             // Another thread may have been first, with the same result.
             let _ = opened.header.set(header);
         }
@@ -269,7 +277,7 @@ impl Checkpoint {
         Err(CheckpointError::damaged(&self.files[file].path, what))
     }
 
-    fn check_dtype(&self, wanted: DType, convert: Convert) -> Result<(), CheckpointError> {
+    pub(super) fn check_dtype(&self, wanted: DType, convert: Convert) -> Result<(), CheckpointError> {
         let found = self.dtype();
         if found == wanted || convert == Convert::Yes {
             return Ok(());

@@ -34,22 +34,24 @@
 compile_error!("safetensors are little-endian, and numbers are written as they lie in memory");
 
 mod error;
-mod hash;
 pub mod hf;
 mod load;
-mod manifest;
 mod owned;
-mod read;
+mod parts;
 mod snapshot;
+mod source;
 mod state;
 mod store;
-mod tensor_file;
 mod write;
+
+pub use crossmesh_checkpoint::manifest::{
+    BoxEntry, Facts, FileEntry, MANIFEST, Manifest, OptimizerFacts, SCHEMA, TensorEntry, VALUE,
+};
 
 pub use error::{CheckpointError, Fault};
 pub use load::{Checkpoint, Restored};
-pub use manifest::{BoxEntry, Facts, FileEntry, Manifest, OptimizerFacts, SCHEMA, TensorEntry, VALUE};
 pub use snapshot::{Draft, Snapshot};
+pub use source::{Foreign, Source};
 pub use state::{Convert, Moments, StageState, StageTarget};
-pub use store::{MANIFEST, Store};
+pub use store::Store;
 pub use write::Writing;

@@ -7,13 +7,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use crossmesh_checkpoint::Element;
+use crossmesh_checkpoint::manifest::{FileEntry, VALUE, file_name, key_of, spans_of};
+use crossmesh_checkpoint::safetensors::header_bytes;
 use crossmesh_core::id::Rank;
 
 use super::error::CheckpointError;
-use super::manifest::{FileEntry, PartTensor, RankPart, VALUE, file_name, spans_of};
 use super::owned::owned;
+use super::parts::{PartTensor, RankPart};
 use super::state::StageState;
-use super::tensor_file::header_bytes;
 use crate::boxes;
 use crate::deal::Share;
 use crate::kernels::scalar::Scalar;
@@ -36,7 +38,7 @@ pub struct Draft<T> {
     rank: Rank,
     tensors: Vec<PartTensor>,
     /// As the header has them.
-    entries: Vec<(String, String, Vec<u64>)>,
+    entries: Vec<(String, Element, Vec<u64>)>,
     body: Vec<u8>,
     number: PhantomData<T>,
 }
@@ -55,12 +57,11 @@ impl<T: Scalar> Draft<T> {
         for (name, values) in moments.names.iter().zip(&moments.values) {
             pieces.extend(tensors(stage, name, values, &moments.share));
         }
-        let dtype = T::DTYPE.name().to_uppercase();
         let elements: usize = pieces.iter().flat_map(|(_, runs)| runs).map(|run| run.len()).sum();
         self.body.reserve_exact(elements * size_of::<T>());
         for (tensor, runs) in pieces {
             let len = runs.iter().map(|run| run.len()).sum();
-            self.entries.push((tensor.key.clone(), dtype.clone(), shape(&tensor, len)));
+            self.entries.push((tensor.key.clone(), Element::Of(T::DTYPE), shape(&tensor, len)));
             self.tensors.push(tensor);
             runs.iter().for_each(|run| self.body.extend_from_slice(bytemuck::cast_slice(run)));
         }
@@ -71,7 +72,7 @@ impl<T: Scalar> Draft<T> {
     pub fn finish(self) -> Result<Snapshot, CheckpointError> {
         let Self { step, rank, tensors, entries, body, .. } = self;
         twice(&tensors)?;
-        let header = header_bytes(&BTreeMap::new(), &entries);
+        let header = header_bytes(&BTreeMap::new(), entries.into_iter());
         let (name, bytes) = (file_name(rank), (header.len() + body.len()) as u64);
         let file = FileEntry { name, bytes, blake3: String::new() };
         let part = RankPart { rank: rank.0, step, dtype: T::DTYPE.to_string(), file, tensors };
@@ -149,7 +150,7 @@ fn tensors<'a, T>(
             boxes::of_run(&p.layout, stage.place.coord(), &of_shard)
         };
         let boxes: Vec<_> = runs.iter().flat_map(of_run).collect();
-        let key = if state == VALUE { p.name.clone() } else { format!("{}/{state}", p.name) };
+        let key = key_of(&p.name, state);
         let tensor = PartTensor {
             name: p.name.clone(),
             state: state.into(),

@@ -14,14 +14,12 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
+use crossmesh_checkpoint::manifest::{Facts, MANIFEST, Manifest};
+
 use super::error::{CheckpointError, Fault};
 use super::load::Checkpoint;
-use super::manifest::{Facts, Manifest};
 use super::snapshot::Snapshot;
 use super::write::{Report, Writing, sync_folder};
-
-/// What a manifest is called.
-pub const MANIFEST: &str = "manifest.json";
 
 /// A folder of checkpoints.
 #[derive(Debug, Clone)]
@@ -60,14 +58,10 @@ impl Store {
     /// its own.
     pub fn commit(&self, facts: &Facts, reports: &[Vec<u8>]) -> Result<PathBuf, CheckpointError> {
         let partial = self.partial(facts.step);
-        let manifest = assemble(facts, reports).inspect_err(|_| {
+        self.seal(facts, reports, &partial).inspect_err(|_| {
             // Half a checkpoint may be what fills the disk.
             let _ = fs::remove_dir_all(&partial);
         })?;
-        tidy(&partial, &manifest)?;
-        let path = partial.join(MANIFEST);
-        write_synced(&path, manifest.to_text().as_bytes())?;
-        sync_folder(&partial)?;
         self.set_aside(facts.step)?;
         let complete = self.complete(facts.step);
         replace(&partial, &complete)?;
@@ -75,11 +69,21 @@ impl Store {
         Ok(complete)
     }
 
+    /// All that is left to do before it gets its name.
+    fn seal(&self, facts: &Facts, reports: &[Vec<u8>], partial: &Path) -> Result<(), CheckpointError> {
+        let manifest = assemble(facts, reports)?;
+        tidy(partial, &manifest)?;
+        write_synced(&partial.join(MANIFEST), manifest.to_text().as_bytes())?;
+        sync_folder(partial)
+    }
+
     /// The steps that have a complete checkpoint, oldest first.
     pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
         let mut steps: Vec<u64> = Vec::new();
         for name in self.names()? {
             let step = name.strip_prefix("step-").and_then(|n| n.parse::<u64>().ok());
+            // `step-5` is somebody else's: what is saved of step 5 has another name.
+            let step = step.filter(|step| self.complete(*step) == self.folder.join(&name));
             steps.extend(step.filter(|_| self.folder.join(&name).join(MANIFEST).is_file()));
         }
         steps.sort_unstable();
@@ -177,7 +181,7 @@ fn assemble(facts: &Facts, reports: &[Vec<u8>]) -> Result<Manifest, CheckpointEr
         let rank = report.rank;
         parts.push(report.outcome.map_err(|why| CheckpointError::Rank { rank, why })?);
     }
-    Manifest::assemble(facts, parts)
+    super::parts::assemble(facts, parts)
 }
 
 /// Whether all files are where the manifest will say; what else is there (an earlier attempt had more ranks) goes.
@@ -198,7 +202,9 @@ fn tidy(folder: &Path, manifest: &Manifest) -> Result<(), CheckpointError> {
     }
     for entry in fs::read_dir(folder).map_err(CheckpointError::io("list", folder))? {
         let path = entry.map_err(CheckpointError::io("list", folder))?.path();
-        let known = |f: &super::manifest::FileEntry| path.file_name().is_some_and(|n| n == f.name.as_str());
+        let known = |f: &crossmesh_checkpoint::manifest::FileEntry| {
+            path.file_name().is_some_and(|n| n == f.name.as_str())
+        };
         if !manifest.files.iter().any(known) {
             fs::remove_file(&path).map_err(CheckpointError::io("remove", &path))?;
         }

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
-use super::manifest::RankPart;
+use super::parts::RankPart;
 use super::snapshot::Snapshot;
 
 /// Hashed and written at once: fits the cache.

@@ -132,7 +132,26 @@ impl Document {
 }
 
 pub fn error(origin: &Origin, key: &str, reason: impl Into<String>, hint: impl Into<String>) -> ConfigError {
-    ConfigError { origin: origin.clone(), key: key.into(), reason: reason.into(), hint: hint.into() }
+    let (reason, hint) = (reason.into(), hint.into());
+    let hint = match hint.is_empty() && !reason.contains("\nhint: ") {
+        true => meaning(key),
+        false => hint,
+    };
+    ConfigError { origin: origin.clone(), key: key.into(), reason, hint }
+}
+
+/// What a key is for, and what it is without: the hint where nobody has a better one.
+fn meaning(path: &str) -> String {
+    let words: Vec<&str> = path.split('.').collect();
+    let key = match words[..] {
+        [section, name] | [section, _, name] => keys_of(section).find(|key| key.name == name),
+        _ => None,
+    };
+    match key {
+        Some(Key { about, default: "", .. }) => about.to_string(),
+        Some(Key { about, default, .. }) => format!("{about} Without it: {default}."),
+        None => String::new(),
+    }
 }
 
 fn not_a_table(section: &Section, origin: Origin) -> ConfigError {
@@ -195,7 +214,9 @@ mod tests {
         );
         assert!(refused("[train]\nsteps = -3").contains("-3 is not a whole number, 1 or more"));
         assert!(refused("[pipeline]\nschedule = \"1f2b\"").contains("did you mean \"1f1b\"?"));
-        assert!(refused("[train]\ndtype = \"f16\"").contains("\"f16\" is none of \"f32\", \"f64\""));
+        assert!(
+            refused("[train]\ndtype = \"f16\"").contains("\"f16\" is none of \"f32\", \"f64\", \"bf16\"")
+        );
         assert!(refused("[stage]\nmesh = \"dp 2\"").contains("write [[stage]] on a line of its own"));
         assert!(refused("train = 3").contains("a.toml:1: train: this is a section"));
         assert!(refused("a = [").starts_with("a.toml:1: this is no TOML:"));
@@ -204,6 +225,20 @@ mod tests {
             "{}",
             refused("[train]\nsteps = 1\nsteps = 2")
         );
+    }
+
+    #[test]
+    fn a_wrong_value_is_told_what_its_key_is_for() {
+        for key in KEYS {
+            // A date is no value of any key.
+            let many = section(key.section).unwrap().many;
+            let header = if many { format!("[[{}]]", key.section) } else { format!("[{}]", key.section) };
+            let error = refused(&format!("{header}\n{} = 1979-05-27", key.name));
+            assert!(error.contains(&key.path()) && error.contains("\nhint: "), "{error}");
+        }
+        assert!(refused("[train]\nsteps = 0").ends_with(
+            "\nhint: Steps of the whole run; a resumed one goes on to the same number. Without it: 100."
+        ));
     }
 
     #[test]

@@ -3,7 +3,10 @@
 //! The one list. Reading, errors, `--print-config` and docs/train-config.md all come from it, so a key that is not here does not exist, and one
 //! that is cannot go undocumented.
 
+use super::preset;
 use super::value::Kind;
+use crate::graph::Action;
+use crate::models::gpt::Residual;
 
 /// See the module.
 #[derive(Debug, Clone, Copy)]
@@ -37,6 +40,11 @@ pub const SECTIONS: &[Section] = &[
         name: "stage",
         many: true,
         about: "One for every device of the pipeline, in model order: a mesh of ranks that runs one stage, or with `pipeline.chunks` several. Ranks are numbered stage by stage.",
+    },
+    Section {
+        name: "policy",
+        many: true,
+        about: "What becomes of what units keep of a microbatch from its forward pass to its backward pass: the first policy that names a unit and an op decides; where none does, `train.recompute` and `train.offload` do. Bits are the same whatever is said here. There need not be any.",
     },
     one("cluster", "What the ranks run on: for plans, predictions and `--emulate`."),
     one("evaluate", "How the run is judged by what it is not trained on."),
@@ -87,6 +95,7 @@ const SGD: &[&str] = &["sgd"];
 
 /// All of them, in the order in which they are printed.
 pub const KEYS: &[Key] = &[
+    key("model", "preset", Kind::Choice(preset::NAMES), "", "A model that is known by name: what the other keys are where they are not given.").only(DECODER),
     key("model", "kind", Kind::Choice(&["gpt", "llama", "u-transformer"]), "\"gpt\"", "GPT-2's architecture, Llama's, or a U-Net with attention that predicts noise."),
     key("model", "vocab", COUNT, "", "Tokens that the model knows. Without it: as many as the data has.").only(DECODER),
     key("model", "context", COUNT, "64", "Tokens of a sample.").only(DECODER),
@@ -96,6 +105,7 @@ pub const KEYS: &[Key] = &[
     key("model", "kv_heads", COUNT, "", "Heads of keys and values, a divisor of `heads`. `tp` has up to as many ranks, or a multiple of them, which share heads. Without it: as many as `heads`.").only(LLAMA),
     key("model", "rope_theta", POSITIVE, "1e4", "How fast rotary positions turn: the base of their frequencies.").only(LLAMA),
     key("model", "rope_scaling", Kind::Counts { least: 1 }, "", "Llama 3.1's scaling of slow turns: factor, low and high number of turns, and the old context. `[8, 1, 4, 8192]` is its own. Without it: none.").only(LLAMA),
+    key("model", "residual", Kind::Choice(Residual::NAMES), "\"serial\"", "What every branch reads: all of the residual stream, or on a ladder all but what the branch just before it adds, whose sum over tp is then under way beside it. A ladder is another model: it cannot be exported.").only(DECODER),
     key("model", "tied", Kind::Flag, "", "Whether logits come from the token table itself. Without it: of a GPT they do, of a Llama not.").only(DECODER),
     key("model", "dropout", Kind::Number { least: 0.0, most: 0.999 }, "0.0", "The share of elements that training drops.").only(DECODER),
     key("model", "image", COUNT, "16", "Height and width of an image.").only(UNET),
@@ -109,7 +119,7 @@ pub const KEYS: &[Key] = &[
     key("model", "context_width", COUNT, "", "Columns of it. Without it: `base`.").only(UNET),
     key("model", "heads", COUNT, "4", "Attention heads."),
     key("model", "epsilon", POSITIVE, "1e-5", "Added to a variance before it divides."),
-    key("data", "kind", Kind::Choice(&["language", "text", "tokens", "images"]), "", "A made-up language of known entropy, text files, a packed token file, or made-up images. Without it: `language` for a GPT, `images` for a U-Transformer."),
+    key("data", "kind", Kind::Choice(&["language", "text", "tokens", "images"]), "", "A synthetic language of known entropy, text files, a packed token file, or synthetic images. Without it: `language` for a GPT, `images` for a U-Transformer."),
     key("data", "vocab", COUNT, "64", "Tokens of the language.").only(LANGUAGE),
     key("data", "groups", COUNT, "2", "What may follow a token depends also on which of so many groups the one before it is in.").only(LANGUAGE),
     key("data", "branching", COUNT, "8", "Tokens that may follow.").only(LANGUAGE),
@@ -118,17 +128,21 @@ pub const KEYS: &[Key] = &[
     key("data", "tokenizer", Kind::Text, "\"bytes\"", "`bytes`, or the path of a Hugging Face tokenizer.json.").only(TEXT),
     key("data", "end", Kind::Text, "", "The tokenizer's token behind every document, or `none`. Without it: the one that the tokenizer is known for.").only(TEXT),
     key("data", "validation_share", Kind::Number { least: 0.0, most: 0.99 }, "0.05", "The share of the tokens that is kept from training.").only(FILES),
-    key("data", "seed", MAYBE, "0", "Of the order of samples, and of what is made up."),
+    key("data", "seed", MAYBE, "0", "Of the order of samples, and of synthetic data."),
     key("data", "waves", COUNT, "2", "Waves along each side of an image: more are harder to tell from noise.").only(IMAGES),
     key("data", "classes", COUNT, "8", "Kinds of images; the context tells which.").only(IMAGES),
     key("train", "steps", COUNT, "100", "Steps of the whole run; a resumed one goes on to the same number."),
     key("train", "batch", COUNT, "16", "Samples of a step, over all ranks."),
     key("train", "microbatches", COUNT, "4", "Parts of a batch that go through the pipeline one behind the other; the batch has to divide among them."),
-    key("train", "dtype", Kind::Choice(&["f32", "f64"]), "\"f32\"", "Numbers of weights, activations and gradients."),
+    key("train", "dtype", Kind::Choice(&["f32", "f64", "bf16"]), "\"f32\"", "Numbers of weights, activations and gradients; with bf16, gradients of weights, what weights are rounded from and the optimizer's numbers are f32."),
+    key("train", "device", Kind::Choice(&["cpu", "cuda", "auto"]), "\"cpu\"", "What ranks compute with: the host's processor, an NVIDIA GPU each (docs/cuda.md), or a GPU where there is one for every rank."),
+    key("train", "deterministic", Kind::Flag, "false", "Whether every run on a GPU takes the same algorithms, so that the same bits come out; else the fastest by the clock. Processors always do."),
     key("train", "seed", MAYBE, "1", "Of the first weights, and of dropout."),
     key("train", "threads", COUNT, "1", "Threads that a rank computes with."),
     key("train", "recompute", Kind::Choice(&["none", "attention", "full"]), "\"none\"", "What B computes again instead of remembering it: nothing, the insides of attention, or the stage's whole forward pass."),
     key("train", "activation_budget", Kind::Bytes, "", "The most bytes of activations that a rank remembers at a time. B then computes again what costs the least operations for it, and sends nothing twice. In place of `recompute`. Without it: no limit."),
+    key("train", "offload", Kind::Text, "", "A folder: what is remembered of a microbatch from its forward pass to its backward pass waits in a file there, not in memory. Files have no name and go with their processes. Without it: memory."),
+    key("train", "strands", COUNT, "1", "2: a microbatch runs in two halves that take turns, so that one computes while the other waits for ranks along tp. Needs samples that halve on every rank, and weights that are not dealt out."),
     key("train", "nonfinite", Kind::Choice(&["stop", "skip"]), "\"stop\"", "What to do about a step whose loss or gradient norm is not finite: stop the run, or go on without it. It changes no weight either way."),
     key("train", "overlap", Kind::Flag, "true", "Whether communication between stages runs beside compute."),
     key("optimizer", "kind", Kind::Choice(&["adamw", "sgd"]), "\"adamw\"", "Adam with decoupled weight decay, or gradient descent with momentum."),
@@ -173,6 +187,9 @@ pub const KEYS: &[Key] = &[
     key("stage", "layers", Kind::Counts { least: 0 }, "", "Transformer blocks (of a U-Transformer: pieces) on this mesh; with chunks, a list in model order. The first stage also has the embedding, the last one the head. Without it in any stage: shared out by `pipeline.balance`."),
     key("stage", "sequence_parallel", Kind::Flag, "false", "Whether the rows between tensor-parallel regions are split over `tp`."),
     key("stage", "repeat", COUNT, "1", "So many stages alike, one behind the other."),
+    key("policy", "action", Kind::Choice(Action::NAMES), "", "`keep` in memory, `recompute` in the backward pass (all but what ranks send each other, and losses), or `offload` to the folder `train.offload`."),
+    key("policy", "units", Kind::Texts, "", "Of which units: of a decoder `embed`, `block` and `head`, of a U-Transformer `piece`; with a number or a range for some of them, from 0: `block 3`, `block 0-7`. Without it: all."),
+    key("policy", "ops", Kind::Texts, "", "Of which ops, such as `attention`, `norm`, `linear`, `activate`, `gate` or `rotate`; `input` is what a unit is given. Without it: all."),
     key("cluster", "file", Kind::Text, "", "A cluster file. Without it: a stage starts on a new host, and hosts have NICs of `nic`."),
     key("cluster", "devices_per_host", COUNT, "", "Ranks of a host. Without it: as many as the last axis of the stage's mesh is long."),
     key("cluster", "nic", Kind::Rate, "\"10Gbit\"", "A host's NIC, each way."),
@@ -192,6 +209,11 @@ pub const KEYS: &[Key] = &[
 /// The keys of a section.
 pub fn keys_of(section: &str) -> impl Iterator<Item = &'static Key> {
     KEYS.iter().filter(move |key| key.section == section)
+}
+
+/// Whether there may be several tables of a section.
+pub fn is_many(name: &str) -> bool {
+    section(name).is_some_and(|section| section.many)
 }
 
 pub fn section(name: &str) -> Option<&'static Section> {

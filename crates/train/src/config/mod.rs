@@ -14,20 +14,20 @@ mod error;
 pub mod keys;
 #[cfg(test)]
 mod page;
+mod policy;
+mod preset;
 mod resolve;
 mod typed;
 mod value;
-mod work;
 
 pub use cut::{Balance, cut};
 pub use error::{ConfigError, Origin, nearest};
 pub use resolve::{AnyModel, Resolved, resolve};
 pub use typed::{
-    DataKind, DataSection, Evaluate, Log, ModelKind, NonFinite, OptimizerSection, Pipeline, Precision,
-    Saving, StageSection, Train,
+    DataKind, DataSection, Device, Evaluate, Log, ModelKind, NonFinite, OptimizerSection, Pipeline,
+    Precision, Saving, StageSection, Train,
 };
 pub use value::{parse_mesh, toml_text};
-pub use work::{UnitWork, unit_work};
 
 use std::fmt::Write as _;
 
@@ -47,6 +47,7 @@ pub struct Config {
     pub pipeline: Pipeline,
     /// One for every device, in order.
     pub stages: Vec<StageSection>,
+    pub policies: Vec<policy::PolicySection>,
     pub cluster: typed::ClusterSection,
     pub evaluate: Evaluate,
     pub saving: Saving,
@@ -76,6 +77,7 @@ impl Config {
             optimizer: OptimizerSection::of(&values)?,
             pipeline: Pipeline::of(&values),
             stages: typed::stages(&values)?,
+            policies: policy::PolicySection::all(&values)?,
             cluster: typed::ClusterSection::of(&values)?,
             evaluate: Evaluate::of(&values),
             saving: Saving::of(&values, name),
@@ -91,7 +93,8 @@ impl Config {
             let tables = match section.many {
                 false => vec![self.values.document.table(section.name)],
                 true => match self.values.document.tables(section.name) {
-                    [] => vec![None],
+                    // There is a stage where none is given.
+                    [] if section.name == "stage" => vec![None],
                     tables => tables.iter().map(Some).collect(),
                 },
             };
@@ -115,7 +118,7 @@ impl Config {
 
     /// Every key of the sections that there is one of, with its value as it is written: given, or by default.
     pub fn written(&self) -> Vec<(String, String)> {
-        let keys = keys::KEYS.iter().filter(|key| key.section != "stage" && self.values.applies(key));
+        let keys = keys::KEYS.iter().filter(|key| !keys::is_many(key.section) && self.values.applies(key));
         let entry = |key: &Key| Some((key.path(), self.values.entry(&key.path())?.value.to_string()));
         keys.filter_map(entry).collect()
     }
@@ -126,6 +129,11 @@ impl Config {
         self.cluster.flops * self.train.threads as f64 * half
     }
 
+    /// Why a GPU cannot do what the config asks for, if it cannot.
+    pub fn check_gpu(&self) -> Result<(), ConfigError> {
+        typed::check_gpu(&self.values)
+    }
+
     /// An error about a key, wherever that was given.
     pub fn error(&self, path: &str, reason: impl Into<String>, hint: impl Into<String>) -> ConfigError {
         self.values.error(path, reason, hint)
@@ -133,10 +141,7 @@ impl Config {
 
     /// An error about a key of one of the stages, by its place in the file.
     fn stage_error(&self, table: usize, name: &str, reason: String, hint: &str) -> ConfigError {
-        let given = self.values.document.tables("stage").get(table);
-        let entry = given.and_then(|given| given.entries.get(name));
-        let origin = entry.map(|e| &e.origin).or(given.map(|g| &g.origin)).unwrap_or(&Origin::Default);
-        error(origin, &format!("stage.{table}.{name}"), reason, hint)
+        self.values.error_in("stage", table, name, reason, hint)
     }
 }
 
@@ -158,9 +163,16 @@ impl Values {
         if let Some(entry) = table.and_then(|given| given.entries.get(key.name)) {
             return Some(entry.clone());
         }
-        let value = (!key.default.is_empty()).then(|| key.kind.read_set(key.default));
-        value
-            .map(|value| Entry { value: value.expect("a test reads every default"), origin: Origin::Default })
+        let default = self.of_preset(key).or((!key.default.is_empty()).then(|| key.default.to_string()));
+        let value = |text: String| key.kind.read_set(&text).expect("a test reads every default");
+        default.map(|text| Entry { value: value(text), origin: Origin::Default })
+    }
+
+    /// What a key of the model is without, where a preset is named.
+    fn of_preset(&self, key: &Key) -> Option<String> {
+        let given = self.document.table("model").filter(|_| key.section == "model")?;
+        let Value::Text(name) = &given.entries.get("preset")?.value else { return None };
+        preset::default(name, key.name)
     }
 
     /// The `kind` of a key's section.
@@ -185,6 +197,12 @@ impl Values {
 
     /// Refuses keys of another kind than the section's.
     fn check_kinds(&self) -> Result<(), ConfigError> {
+        if let (Some(of_preset), Some(kind)) = (self.of_preset(key("model.kind")), self.kind_of("model"))
+            && of_preset != toml_text(&kind)
+        {
+            let reason = format!("the preset \"{}\" is of kind {of_preset}", self.text("model.preset"));
+            return Err(self.error("model.kind", reason, "leave one of them out"));
+        }
         for key in keys::KEYS.iter().filter(|key| !self.applies(key)) {
             let given = self.document.table(key.section).and_then(|given| given.entries.get(key.name));
             if let Some(entry) = given {
@@ -205,6 +223,21 @@ impl Values {
             given => given,
         };
         error(&origin, path, reason, hint)
+    }
+
+    /// About a key of one of several tables.
+    fn error_in(
+        &self,
+        section: &str,
+        table: usize,
+        name: &str,
+        reason: impl Into<String>,
+        hint: impl Into<String>,
+    ) -> ConfigError {
+        let given = self.document.tables(section).get(table);
+        let entry = given.and_then(|given| given.entries.get(name));
+        let origin = entry.map(|e| &e.origin).or(given.map(|g| &g.origin)).unwrap_or(&Origin::Default);
+        error(origin, &format!("{section}.{table}.{name}"), reason, hint)
     }
 
     fn line_of_section(&self, path: &str) -> usize {

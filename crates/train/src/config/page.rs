@@ -13,6 +13,9 @@ A config is a TOML file: `crossmesh train my.toml`. Every key may be left out. `
 `--set stage.0.mesh='dp 2'` over one of several stages; `crossmesh train my.toml --print-config` shows what comes of it. A key that does not
 exist, or a value that it cannot be, is an error that names the line, the key, the reason and the nearest key there is.
 
+A model may be named: with `preset = \"llama3-8b\"` the other keys of `[model]` are that model's, and each may still be given.
+`crossmesh train my.toml --dry-run` then says what ranks would hold and how long a step would take.
+
 Three stages on three different meshes:
 
 ```toml

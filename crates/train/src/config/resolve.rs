@@ -11,11 +11,11 @@ use crossmesh_core::schedule::{
 };
 use crossmesh_core::step::PassTimes;
 
-use crate::chain::{Model, Outline, Setup, Shape, Tensor};
+use crate::chain::{Limits, Model, Outline, Setup, Shape, Tensor, UnitWork, unit_work};
+use crate::deal::Deal;
 use crate::job::{Job, JobError, Over, Team};
 use crate::kernels::Kernels;
 use crate::kernels::cpu::Cpu;
-use crate::kernels::scalar::Scalar;
 use crate::models;
 use crate::models::gpt::{Gpt, GptConfig};
 use crate::models::unet::Unet;
@@ -25,9 +25,8 @@ use crate::wiring::setup;
 
 use super::cut::{Balance, cut};
 use super::error::ConfigError;
-use super::typed::{ModelKind, Precision, StageSection};
-use super::work::{UnitWork, unit_work};
-use super::{Config, value};
+use super::typed::{ModelKind, StageSection};
+use super::{Config, policy, value};
 
 /// A built-in model, for any kernels.
 #[derive(Debug, Clone)]
@@ -63,7 +62,7 @@ impl Resolved {
     /// Operations that the model needs for a sample, forward and backward, whatever is computed again: two for every multiplication with a
     /// weight, three times over, and those of attention, of which a causal one has half.
     pub fn operations(&self) -> f64 {
-        self.work.iter().flat_map(|unit| unit.passes(Recompute::Nothing)).sum()
+        self.work.iter().flat_map(|unit| unit.forward.passes(0.0)).sum()
     }
 
     /// Weights of the whole model; tied ones once.
@@ -88,16 +87,15 @@ pub fn resolve(
 ) -> Result<Resolved, ConfigError> {
     let model = model(config, classes)?;
     check_batch(config, &model)?;
-    let work = unit_work(&model);
+    let work = unit_work(&*model.with_kernels::<Cpu<f32>>(), config.train.recompute);
     let teams = teams(config)?;
-    let placement = first_schedule(config)?.placement().clone();
-    let stages = stages(config, &model, &work, &placement)?;
+    let schedule = first_schedule(config)?;
+    let stages = stages(config, &model, &work, schedule.placement())?;
     let cluster = cluster(config, &teams, described)?;
-    let times = times(config, &work, &stages, &placement, &teams);
-    let hop = hop_seconds(config, &model, &stages, &cluster);
-    let schedule = schedule(config, &times, hop)?;
     let teams = shared_out(config, &model, teams)?;
     let recompute = vec![config.train.recompute; stages.len()];
+    let times = vec![PassTimes::default(); stages.len()];
+    let policies = policy::policies(config, &model)?;
     let mut job = Job {
         schedule,
         stages,
@@ -105,6 +103,9 @@ pub fn resolve(
         cluster,
         samples: config.train.samples,
         recompute,
+        policies,
+        offload: config.train.offload.clone(),
+        strands: config.train.strands,
         seed: config.train.seed,
         update: config.optimizer.update.clone(),
         plan: config.pipeline.plan.clone(),
@@ -112,12 +113,16 @@ pub fn resolve(
         signal: false,
         times,
     };
-    if let Some(budget) = config.train.activation_budget {
-        match config.train.precision {
-            Precision::F32 => share_budget::<f32>(config, &model, &mut job, budget)?,
-            Precision::F64 => share_budget::<f64>(config, &model, &mut job, budget)?,
+    check_strands(config, &job)?;
+    crate::by_precision!(config.train.precision, K => {
+        let units = model.with_kernels::<K>();
+        job.times = times_of(config, &*units, &job)?;
+        job.schedule = schedule_for(config, &job.times, hop_seconds(config, &model, &job.stages, &job.cluster))?;
+        if let Some(budget) = config.train.activation_budget {
+            share_budget(config, &*units, &mut job, budget)?;
+            job.times = times_of(config, &*units, &job)?;
         }
-    }
+    });
     Ok(Resolved { model, job, work })
 }
 
@@ -163,6 +168,47 @@ fn check_batch(config: &Config, model: &AnyModel) -> Result<(), ConfigError> {
             Err(config.error("train.batch", reason, "use fewer samples, or a smaller model"))
         }
     }
+}
+
+/// Refuses strands that could not take turns.
+fn check_strands(config: &Config, job: &Job) -> Result<(), ConfigError> {
+    let refused = |reason: String, hint: &str| Err(config.error("train.strands", reason, hint));
+    match job.strands {
+        1 => return Ok(()),
+        2 => {}
+        other => {
+            return refused(
+                format!("a microbatch runs in one strand or in two, not in {other}"),
+                "use 1 or 2",
+            );
+        }
+    }
+    if job.update.dealt.parameters != Over::Nothing {
+        let reason = "strands need all weights of a stage at once, and parameters are dealt out";
+        return refused(reason.into(), "use optimizer.zero = 2 at most, or train.strands = 1");
+    }
+    for (i, team) in job.teams.iter().enumerate() {
+        let dp: usize = team
+            .mesh
+            .axes()
+            .iter()
+            .filter(|a| DATA_AXES.contains(&a.name.as_str()))
+            .map(|a| a.len as usize)
+            .product();
+        if !job.samples.is_multiple_of(2 * dp) {
+            let reason = format!(
+                "the {} samples of a microbatch do not halve on each of the {dp} data ranks of stage {i}",
+                job.samples
+            );
+            return refused(reason, "use a multiple of twice as many");
+        }
+        if team.sequence_parallel && job.stages.len() > 1 {
+            let reason =
+                format!("what crosses between stages is split by rows in stage {i}, and not by samples");
+            return refused(reason, "leave stage.sequence_parallel out, or use one stage");
+        }
+    }
+    Ok(())
 }
 
 /// Ranks, numbered stage by stage.
@@ -221,7 +267,7 @@ fn check_dealt(config: &Config) -> Result<(), ConfigError> {
 
 /// With the meshes that the model's layers share their weights out over.
 fn shared_out(config: &Config, model: &AnyModel, teams: Vec<Team>) -> Result<Vec<Team>, ConfigError> {
-    let model = model.with_kernels::<crate::kernels::cpu::Cpu<f32>>();
+    let model = model.with_kernels::<Cpu<f32>>();
     let shared_out = |(team, stage): (Team, &StageSection)| {
         let mesh = model.mesh(&team.mesh);
         let refused = |reason: String, hint: &str| config.stage_error(stage.table, "mesh", reason, hint);
@@ -260,7 +306,7 @@ fn first_schedule(config: &Config) -> Result<Schedule, ConfigError> {
 }
 
 /// The schedule for the stages as they are.
-fn schedule(config: &Config, times: &[PassTimes], hop: f64) -> Result<Schedule, ConfigError> {
+fn schedule_for(config: &Config, times: &[PassTimes], hop: f64) -> Result<Schedule, ConfigError> {
     let seconds = |ns: u64| ns as f64 * 1e-9;
     let cost = |t: &PassTimes| StageCost::new(seconds(t.f_ns), seconds(t.b_ns), seconds(t.w_ns));
     let spec = Spec { work: times.iter().map(cost).collect(), hop: Hop::both(hop), ..spec(config) };
@@ -351,7 +397,7 @@ fn balanced(
     placement: &Placement,
 ) -> Result<Vec<Range<usize>>, ConfigError> {
     let weight = |unit: &UnitWork| match config.pipeline.balance {
-        Balance::Work => unit.passes(config.train.recompute).iter().sum(),
+        Balance::Work => unit.passes().iter().sum(),
         Balance::Parameters => unit.parameters as f64,
     };
     let weights: Vec<f64> = work.iter().map(weight).collect();
@@ -403,88 +449,97 @@ fn cluster(config: &Config, teams: &[Team], described: Option<Cluster>) -> Resul
     Ok(Cluster { latency_s: section.latency_s, ..Cluster::of_hosts(hosts) })
 }
 
-/// How long the passes of every stage are thought to take.
-fn times(
+/// What every stage comes to on the first rank of its mesh, on which nobody has more.
+fn outlines<K: Kernels>(
     config: &Config,
-    work: &[UnitWork],
-    stages: &[Range<usize>],
-    placement: &Placement,
-    teams: &[Team],
-) -> Vec<PassTimes> {
-    let rate = config.operations_per_s();
-    let stage_times = |(stage, units): (crossmesh_core::id::StageId, &Range<usize>)| {
-        let team = &teams[placement.device(stage).index()];
-        let tp = team.mesh.axes().iter().find(|a| a.name == "tp").map_or(1.0, |a| f64::from(a.len));
-        let each = config.train.samples as f64 / team.ranks.len() as f64;
-        let passes = work[units.clone()].iter().map(|unit| unit.passes(config.train.recompute));
-        let [f, b, w] = passes.fold([0.0; 3], |sum, one| [0, 1, 2].map(|i| sum[i] + one[i]));
-        let ns = |operations: f64| ((operations / rate * 1e9).round() as u64).max(1);
-        let parameters: u64 = work[units.clone()].iter().map(|unit| unit.parameters).sum();
-        PassTimes {
-            f_ns: ns(f * each),
-            b_ns: ns(b * each),
-            w_ns: ns(w * each),
-            optimizer_ns: ns(UPDATE_OPERATIONS * parameters as f64 / tp),
-        }
+    model: &dyn Model<K>,
+    job: &Job,
+) -> Result<Vec<Outline>, ConfigError> {
+    let stages = job.schedule.placement().stages().zip(&job.stages);
+    let outline = |(stage, units): (StageId, &Range<usize>)| -> Result<Outline, JobError> {
+        Ok(Outline::new(model, units.clone(), &setup(job, stage, 0)?)?)
     };
-    placement.stages().zip(stages).map(stage_times).collect()
+    let outlines = stages.map(outline).collect::<Result<Vec<_>, _>>();
+    outlines.map_err(|e| config.error("model.kind", e.to_string(), ""))
 }
 
-/// Gives every stage a limit of what it remembers of a microbatch, so that its rank stays within the budget at any time: as far from the least to the most that
-/// each could remember as fits. What is computed again for it goes into the times of B.
-fn share_budget<T: Scalar>(
+/// How long the passes of every stage are thought to take.
+fn times_of<K: Kernels>(
     config: &Config,
-    model: &AnyModel,
+    model: &dyn Model<K>,
+    job: &Job,
+) -> Result<Vec<PassTimes>, ConfigError> {
+    let rate = config.operations_per_s();
+    let ns = |operations: f64| ((operations / rate * 1e9).round() as u64).max(1);
+    let placement = job.schedule.placement();
+    let times = |(stage, outline): (StageId, &Outline)| {
+        let [f_ns, b_ns, w_ns] = outline.passes().map(ns);
+        let place = StageRank::new(job.team_of(stage).mesh.clone(), 0)
+            .map_err(|e| config.error("stage", e.to_string(), ""))?;
+        let states = job.update.dealt.states.axes(&place);
+        let updated = Deal::new(place, &outline.buckets.starts).share(&states).runs.len();
+        Ok(PassTimes { f_ns, b_ns, w_ns, optimizer_ns: ns(UPDATE_OPERATIONS * updated as f64) })
+    };
+    placement.stages().zip(&outlines(config, model, job)?).map(times).collect()
+}
+
+/// From the least to the most that a stage could remember; and how many limits between them are looked at before the one that fits is searched for beside the best.
+const STEPS: u64 = 1 << 16;
+const TRIED: u64 = 1 << 6;
+
+/// Gives every stage a limit of what it remembers of a microbatch, so that its rank stays within the budget at any time: as far from the least to the most that
+/// each could remember as fits.
+fn share_budget<K: Kernels>(
+    config: &Config,
+    model: &dyn Model<K>,
     job: &mut Job,
     budget: u64,
 ) -> Result<(), ConfigError> {
-    let model = model.with_kernels::<Cpu<T>>();
     let refused = |e: JobError| config.error("train.activation_budget", e.to_string(), "");
-    let outlines = |job: &Job| {
-        let stages = job.schedule.placement().stages().zip(&job.stages);
-        let outline = |(stage, units): (StageId, &Range<usize>)| -> Result<Outline, JobError> {
-            Ok(Outline::new(&*model, units.clone(), &setup(job, stage, 0)?)?)
-        };
-        stages.map(outline).collect::<Result<Vec<_>, _>>().map_err(refused)
-    };
     let count = job.stages.len();
-    let mut held = |limit: u64| {
-        job.recompute = vec![Recompute::Within(limit); count];
-        let of = |o: &Outline| (o.activations.after_forward, o.activations.after_backward_input);
-        outlines(job).map(|all| all.iter().map(of).collect::<Vec<_>>())
+    let stages = job.schedule.placement().stages().zip(&job.stages);
+    let limits = |(stage, units): (StageId, &Range<usize>)| -> Result<Limits, JobError> {
+        Ok(Limits::new(model, units.clone(), &setup(job, stage, 0)?)?)
     };
-    let (most, least) = (held(u64::MAX)?, held(0)?);
-    // A step of 2^16 from the least to the most.
+    let limits = stages.map(limits).collect::<Result<Vec<_>, _>>().map_err(refused)?;
+    let held = |stage: usize, limit: u64| {
+        let of = limits[stage].held::<K>(limit);
+        (of.after_forward, of.after_backward_input)
+    };
+    let ends: Vec<[u64; 2]> =
+        (0..count).map(|stage| [0, u64::MAX].map(|limit| held(stage, limit).0)).collect();
+    // So many steps from the least to the most.
     let limit = |stage: usize, step: u64| {
-        let (least, most) = (least[stage].0, most[stage].0);
-        least + ((u128::from(most - least) * u128::from(step)) >> 16) as u64
+        let [least, most] = ends[stage];
+        least + (u128::from(most - least) * u128::from(step) / u128::from(STEPS)) as u64
     };
     let costs = Costs::even(count, 1.0, 1.0, 1.0, 0.0).map_err(|e| refused(JobError::from(e)))?;
     let timed = time(&job.schedule, &costs);
     let timed = timed.map_err(|e| config.error("pipeline.schedule", e.to_string(), ""))?;
     for device in job.schedule.placement().devices() {
+        let here = job.schedule.placement().stages_on(device);
         let peak = |step: u64| -> u64 {
-            let held: Vec<(u64, u64)> = (0..count).map(|s| (limit(s, step), most[s].1)).collect();
-            peaks(&job.schedule, &timed, &Footprint::exact(&held))[device.index()].amount as u64
+            let mut all = vec![(0, 0); count];
+            here.iter().for_each(|s| all[s.index()] = held(s.index(), limit(s.index(), step)));
+            peaks(&job.schedule, &timed, &Footprint::exact(&all))[device.index()].amount as u64
         };
-        if peak(0) > budget {
-            let reason = format!("a rank of stage {} remembers {} B at least", device.0, peak(0));
-            let hint = format!("use \"{}B\" or more, or smaller microbatches", peak(0));
+        // What waits for W may be more where less waits for B, so the least limit is not always the one with which the least is held.
+        let tried: Vec<(u64, u64)> = (0..=TRIED).map(|i| i * STEPS / TRIED).map(|s| (s, peak(s))).collect();
+        let Some(&(mut fits, _)) = tried.iter().rev().find(|(_, peak)| *peak <= budget) else {
+            let least = tried.iter().map(|(_, peak)| *peak).min().unwrap_or(0);
+            let reason = format!("a rank of stage {} remembers {least} B at least", device.0);
+            let hint = format!("use \"{least}B\" or more, or smaller microbatches");
             return Err(config.error("train.activation_budget", reason, hint));
-        }
-        let (mut fits, mut above) = (0, (1 << 16) + 1);
-        while above - fits > 1 {
+        };
+        let mut above = fits + STEPS / TRIED;
+        while fits < STEPS && above - fits > 1 {
             let middle = (fits + above) / 2;
             if peak(middle) <= budget { fits = middle } else { above = middle }
         }
-        for stage in job.schedule.placement().stages_on(device) {
-            job.recompute[stage.index()] = Recompute::Within(limit(stage.index(), fits));
+        for stage in here {
+            let (bytes, _) = held(stage.index(), limit(stage.index(), fits));
+            job.recompute[stage.index()] = Recompute::Within(bytes);
         }
-    }
-    let rate = config.operations_per_s();
-    let chosen = outlines(job)?;
-    for (times, outline) in job.times.iter_mut().zip(chosen) {
-        times.b_ns += (outline.again / rate * 1e9).round() as u64;
     }
     Ok(())
 }

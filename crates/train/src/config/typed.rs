@@ -1,5 +1,7 @@
 //! The sections of a config as the rest of the program wants them.
 
+use std::path::PathBuf;
+
 use crossmesh_core::dtype::DType;
 use crossmesh_core::mesh::Mesh;
 use crossmesh_core::reshard::PlanOptions;
@@ -7,8 +9,9 @@ use crossmesh_core::schedule::{Backward, Name};
 use crossmesh_core::units::{parse_bytes, parse_rate, parse_seconds};
 
 use crate::job::{Dealt, Over, Update};
+use crate::kernels::cpu::MOST_THREADS;
 use crate::models::gpt::rotary::{Llama3Scaling, RotaryConfig};
-use crate::models::gpt::{Family, GptConfig};
+use crate::models::gpt::{Family, GptConfig, Residual};
 use crate::models::unet::UnetConfig;
 use crate::optim::OptimizerConfig;
 use crate::optim::schedule::Schedule as Rate;
@@ -50,7 +53,8 @@ impl ModelKind {
             let tied = values.maybe_flag("model.tied").unwrap_or(family == Family::Gpt2);
             let dropout = values.number("model.dropout");
             let sizes = GptConfig::new(vocab.unwrap_or(1), context, width, count("layers"), heads);
-            let config = GptConfig { hidden, tied, dropout, epsilon, family, ..sizes };
+            let residual = Residual::named(&values.text("model.residual")).unwrap_or_default();
+            let config = GptConfig { hidden, tied, dropout, epsilon, family, residual, ..sizes };
             return Ok(ModelKind::Gpt { config, vocab });
         }
         let Some(Value::Counts(multipliers)) = values.entry("model.multipliers").map(|e| e.value) else {
@@ -180,15 +184,49 @@ fn weights(values: &Values, files: usize) -> Result<Vec<u64>, ConfigError> {
 pub enum Precision {
     F32,
     F64,
+    /// Activations and weights in bf16; masters, gradients of weights, moments and statistics in f32.
+    Bf16,
 }
 
 impl Precision {
+    /// Of activations and weights.
     pub fn dtype(self) -> DType {
         match self {
             Precision::F32 => DType::F32,
             Precision::F64 => DType::F64,
+            Precision::Bf16 => DType::Bf16,
         }
     }
+}
+
+/// Runs an expression with the host's kernels of a precision, which a type of this name stands for.
+#[macro_export]
+macro_rules! by_precision {
+    ($precision:expr, $kernels:ident => $body:expr) => {
+        match $precision {
+            $crate::config::Precision::F32 => {
+                type $kernels = $crate::kernels::cpu::Cpu<f32>;
+                $body
+            }
+            $crate::config::Precision::F64 => {
+                type $kernels = $crate::kernels::cpu::Cpu<f64>;
+                $body
+            }
+            $crate::config::Precision::Bf16 => {
+                type $kernels = $crate::kernels::cpu::CpuBf16;
+                $body
+            }
+        }
+    };
+}
+
+/// What ranks compute with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Device {
+    Cpu,
+    Cuda,
+    /// A GPU, where there is one for every rank and it can do what is asked for.
+    Auto,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -198,11 +236,18 @@ pub struct Train {
     /// Of a microbatch.
     pub samples: usize,
     pub precision: Precision,
+    pub device: Device,
+    /// Whether a GPU takes the same algorithms in every run.
+    pub deterministic: bool,
     pub seed: u64,
     pub threads: usize,
     pub recompute: Recompute,
     /// Bytes of activations of a rank at most, in place of it.
     pub activation_budget: Option<u64>,
+    /// Where activations wait for their backward pass, if not in memory.
+    pub offload: Option<PathBuf>,
+    /// Two halves of a microbatch that take turns, or one.
+    pub strands: u32,
     pub overlap: bool,
     pub nonfinite: NonFinite,
 }
@@ -237,12 +282,37 @@ impl Train {
                 "what is computed again follows from the budget, and `train.recompute` says otherwise";
             return Err(values.error("train.activation_budget", reason, hint));
         }
+        let device = match values.text("train.device").as_str() {
+            "cuda" => Device::Cuda,
+            "auto" => Device::Auto,
+            _ => Device::Cpu,
+        };
+        if device == Device::Cuda {
+            check_gpu(values)?;
+        }
+        if count("threads") > MOST_THREADS {
+            let reason = format!("{} threads are more than any machine has cores", count("threads"));
+            return Err(values.error("train.threads", reason, format!("use {MOST_THREADS} at most")));
+        }
+        let offload = values.maybe_text("train.offload").map(PathBuf::from);
+        if offload.is_some() && values.text("train.recompute") == "full" {
+            let reason = "with `train.recompute = \"full\"` only a stage's inputs are kept, which is little";
+            return Err(values.error("train.offload", reason, "leave one of them out"));
+        }
         Ok(Self {
+            offload,
+            strands: u32::try_from(count("strands")).unwrap_or(u32::MAX),
             steps: count("steps") as u64,
             microbatches: few,
             activation_budget,
             samples: batch / microbatches,
-            precision: if values.text("train.dtype") == "f64" { Precision::F64 } else { Precision::F32 },
+            precision: match values.text("train.dtype").as_str() {
+                "f64" => Precision::F64,
+                "bf16" => Precision::Bf16,
+                _ => Precision::F32,
+            },
+            device,
+            deterministic: values.flag("train.deterministic"),
             seed: count("seed") as u64,
             threads: count("threads"),
             recompute: match values.text("train.recompute").as_str() {
@@ -257,6 +327,19 @@ impl Train {
             },
         })
     }
+}
+
+/// Refuses what a GPU cannot do.
+pub(super) fn check_gpu(values: &Values) -> Result<(), ConfigError> {
+    if values.text("train.dtype") == "f64" {
+        let hint = "use f32 or bf16, or train.device = \"cpu\"";
+        return Err(values.error("train.dtype", "GPUs compute in f32 and bf16 here, not in f64", hint));
+    }
+    if values.text("model.kind") == "u-transformer" {
+        let reason = "GPUs have no kernels for images yet: convolutions and group norms are the host's";
+        return Err(values.error("train.device", reason, "use train.device = \"cpu\" for a u-transformer"));
+    }
+    Ok(())
 }
 
 #[derive(Debug, Clone, PartialEq)]

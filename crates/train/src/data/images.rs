@@ -1,4 +1,4 @@
-//! Made-up images with noise on them, whose best possible loss is known.
+//! Synthetic images with noise on them, whose best possible loss is known.
 //!
 //! An image is smooth: a sum of a few cosine waves (the lowest frequencies of the discrete cosine transform, orthonormal). Its class, which
 //! the context tells, says what the waves' amplitudes are on average; each deviates from that by chance. A time step says how much of the
@@ -186,7 +186,7 @@ impl DataSet for Images {
     fn describe(&self) -> String {
         let ImagesSpec { side, channels, waves, classes, seed, .. } = self.spec;
         format!(
-            "made-up images of {side}×{side}×{channels}, {waves}×{waves} waves, {classes} classes and seed {seed}"
+            "synthetic images of {side}×{side}×{channels}, {waves}×{waves} waves, {classes} classes and seed {seed}"
         )
     }
 }

@@ -1,4 +1,4 @@
-//! A made-up language whose entropy is known to the last digit.
+//! A synthetic language whose entropy is known to the last digit.
 //!
 //! Words follow each other as in a Markov chain of order 2: of the last word everything matters, of the one before only which of a few
 //! groups it is in (with one group, the order is 1). A context allows a handful of words, with uneven chances:

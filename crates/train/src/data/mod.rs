@@ -10,8 +10,8 @@
 //! file         token files: packed once, read in place, checked where read (docs/token-file.md); those of nanoGPT and Megatron-LM
 //! mixture      several streams, drawn from by weight
 //! tokens       windows of a stream of ids as samples of a language model
-//! language     a made-up language whose entropy is known
-//! images       made-up noisy images whose best possible loss is known
+//! language     a synthetic language whose entropy is known
+//! images       synthetic noisy images whose best possible loss is known
 //! ```
 
 mod error;

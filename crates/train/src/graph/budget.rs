@@ -8,14 +8,16 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crossmesh_comm::collectives::Element as _;
+
 use crate::kernels::Kernels;
 
 use super::build::{Builder, Keep};
-use super::derive::{Passes, What};
+use super::derive::{Passes, What, can_be_dropped};
 use super::unit::Elements;
 
-/// Ops up to which all choices are tried; of more, those that free the most for their operations are dropped one after the other.
-pub(super) const EXHAUSTIVE: usize = 14;
+/// Ops up to which all choices are tried, those of which nothing is held left out: a block of a Llama has 15 such ops. Of more, those that free the most for their operations are dropped one after the other.
+pub(super) const EXHAUSTIVE: usize = 16;
 
 /// Besides products, an op costs about so many operations for every element it makes.
 const OPERATIONS_PER_ELEMENT: f64 = 8.0;
@@ -31,16 +33,16 @@ pub(super) struct Choice {
     pub again: f64,
 }
 
-/// The frontier of a graph: from the choice that computes nothing again that it need not, to the one that holds the least. `bytes` is a number's width.
-pub(super) fn frontier<K: Kernels>(graph: &Builder<'_, '_, K>, bytes: u64) -> Arc<Vec<Choice>> {
+/// The frontier of a graph: from the choice that computes nothing again that it need not, to the one that holds the least.
+pub(super) fn frontier<K: Kernels>(graph: &Builder<'_, '_, K>) -> Arc<Vec<Choice>> {
     /// Blocks of a model are alike: what was found for one holds for all.
     static KNOWN: Mutex<BTreeMap<String, Arc<Vec<Choice>>>> = Mutex::new(BTreeMap::new());
-    let key = format!("{bytes} {}", signature(graph));
+    let key = format!("{} {} {}", K::Elem::DTYPE, K::Real::DTYPE, signature(graph));
     let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(choices) = known().get(&key) {
         return Arc::clone(choices);
     }
-    let choices = Arc::new(search(graph, bytes));
+    let choices = Arc::new(search(graph));
     known().insert(key, Arc::clone(&choices));
     choices
 }
@@ -61,22 +63,27 @@ fn signature<K: Kernels>(graph: &Builder<'_, '_, K>) -> String {
     text
 }
 
-fn search<K: Kernels>(graph: &Builder<'_, '_, K>, bytes: u64) -> Vec<Choice> {
-    let able = |n: usize| {
-        let node = &graph.nodes[n];
-        !node.same && node.keep != Keep::Never && node.op.can_run_again() && !node.op.is_loss()
+/// The ops whose results may be dropped, or not.
+pub(super) fn candidates<K: Kernels>(graph: &Builder<'_, '_, K>) -> Vec<usize> {
+    let able = |n: &usize| {
+        let node = &graph.nodes[*n];
+        node.keep != Keep::Never && can_be_dropped(node)
     };
+    (0..graph.nodes.len()).filter(able).collect()
+}
+
+fn search<K: Kernels>(graph: &Builder<'_, '_, K>) -> Vec<Choice> {
     let base: Vec<bool> = graph.nodes.iter().map(|node| node.keep == Keep::Never).collect();
-    let all: Vec<usize> = (0..graph.nodes.len()).filter(|&n| able(n)).collect();
+    let all = candidates(graph);
     let choices = match all.len() <= EXHAUSTIVE {
         true => {
             let mut found = vec![];
             explore(graph, base, &mut all.clone(), &mut found);
             found
         }
-        false => greedy(graph, &base, &all, bytes),
+        false => greedy(graph, &base, &all),
     };
-    undominated(choices, bytes)
+    undominated::<K>(choices)
 }
 
 /// All choices there are: for every op whose results are held, and about which nothing is decided, with and without it. About an op that nothing is held of there is
@@ -139,7 +146,7 @@ pub(super) fn again<K: Kernels>(graph: &Builder<'_, '_, K>, passes: &Passes) -> 
 }
 
 /// Drops one op after the other, each time that which frees the most bytes for its operations; none where nothing is freed any more.
-fn greedy<K: Kernels>(graph: &Builder<'_, '_, K>, base: &[bool], all: &[usize], bytes: u64) -> Vec<Choice> {
+fn greedy<K: Kernels>(graph: &Builder<'_, '_, K>, base: &[bool], all: &[usize]) -> Vec<Choice> {
     let mut choices = vec![choice(graph, base, all, |_| false)];
     let mut rest: Vec<usize> = all.to_vec();
     while !rest.is_empty() {
@@ -147,7 +154,7 @@ fn greedy<K: Kernels>(graph: &Builder<'_, '_, K>, base: &[bool], all: &[usize], 
         // An op may free nothing before one that it makes values for is dropped too.
         let next = |n: usize| choice(graph, &now.dropped, &[n], |_| true);
         let gain = |c: &Choice| {
-            let freed = now.held.bytes(bytes) as f64 - c.held.bytes(bytes) as f64;
+            let freed = now.held.bytes::<K>() as f64 - c.held.bytes::<K>() as f64;
             freed / (c.again - now.again).max(1.0)
         };
         let tried = rest.iter().map(|&n| (n, next(n)));
@@ -160,8 +167,8 @@ fn greedy<K: Kernels>(graph: &Builder<'_, '_, K>, base: &[bool], all: &[usize], 
 }
 
 /// Those that no other one beats in bytes and operations, from the most bytes to the least.
-fn undominated(mut choices: Vec<Choice>, bytes: u64) -> Vec<Choice> {
-    let held = |c: &Choice| c.held.bytes(bytes);
+fn undominated<K: Kernels>(mut choices: Vec<Choice>) -> Vec<Choice> {
+    let held = |c: &Choice| c.held.bytes::<K>();
     choices.sort_by(|a, b| a.again.total_cmp(&b.again).then(held(a).cmp(&held(b))));
     let mut least = u64::MAX;
     choices.retain(|c| {

@@ -9,7 +9,8 @@ use crate::stage::Recompute;
 
 use super::build::{Builder, Keep, Node};
 use super::op::{Born, Needs, Reads};
-use super::unit::Elements;
+use super::policy::{Action, INPUT, Rule, action};
+use super::unit::{Elements, Remembered};
 use super::{Kind, Val};
 
 /// Where a value lies while passes run.
@@ -39,10 +40,11 @@ pub(super) enum What {
     },
 }
 
-/// A step of a pass, and the slots that nobody needs any more after it.
+/// A step of a pass, the slots that it reads, and those that nobody needs any more after it.
 #[derive(Debug, Clone)]
 pub(super) struct Step {
     pub what: What,
+    pub reads: Vec<Slot>,
     pub dead: Vec<Slot>,
 }
 
@@ -60,11 +62,18 @@ pub(super) struct Passes {
     pub weights: Vec<Step>,
     /// What is kept from F to B, and from B to W.
     pub after_forward: Vec<Slot>,
+    /// Of what is kept from F to B, what waits in a file.
+    pub filed: Vec<Slot>,
     pub after_backward: Vec<Slot>,
     /// Where the gradients of outputs come in, by output; none for a loss.
     pub output_gradients: Vec<Option<Slot>>,
     /// Where the gradients of inputs are, by input.
     pub input_gradients: Vec<Option<Slot>>,
+}
+
+/// Whether F of an op can be run again, so that its result need not be kept.
+pub(super) fn can_be_dropped<K: Kernels>(node: &Node<K>) -> bool {
+    !node.same && node.op.can_run_again() && !node.op.is_loss()
 }
 
 struct Deriver<'g, K: Kernels> {
@@ -79,13 +88,36 @@ struct Deriver<'g, K: Kernels> {
 }
 
 impl Passes {
-    pub(super) fn of<K: Kernels>(graph: &Builder<'_, '_, K>, recompute: Recompute) -> Self {
-        let drops = |node: &Node<K>| match node.keep {
-            Keep::Always => false,
-            Keep::Never => true,
-            Keep::Attention => recompute == Recompute::Attention,
+    pub(super) fn of<K: Kernels>(graph: &Builder<'_, '_, K>, recompute: Recompute, rules: &[Rule]) -> Self {
+        let drops = |node: &Node<K>| match (action(rules, node.op.name()), node.keep) {
+            (_, Keep::Never) => true,
+            (Some(Action::Recompute), _) => can_be_dropped(node),
+            (Some(_), _) | (None, Keep::Always) => false,
+            (None, Keep::Attention) => recompute == Recompute::Attention,
         };
         Self::dropping(graph, graph.nodes.iter().map(drops).collect())
+    }
+
+    /// With the results of ops in a file of which rules say so, or say nothing.
+    pub(super) fn filing<K: Kernels>(mut self, graph: &Builder<'_, '_, K>, rules: &[Rule]) -> Self {
+        let mut makers = vec![INPUT; self.slots.len()];
+        for (node, extras) in graph.nodes.iter().zip(&self.extra_slots).filter(|(node, _)| !node.same) {
+            let made = std::iter::once(&self.value_slot[node.out.index()]).chain(extras);
+            made.for_each(|&slot| makers[slot] = node.op.name());
+        }
+        let is_filed = |slot: &Slot| matches!(action(rules, makers[*slot]), None | Some(Action::Offload));
+        self.filed = self.after_forward.iter().copied().filter(is_filed).collect();
+        self
+    }
+
+    /// What is held between them.
+    pub(super) fn remembered(&self) -> Remembered {
+        let held = |slots: &[Slot]| slots.iter().map(|&slot| self.slots[slot]).sum();
+        Remembered {
+            after_forward: held(&self.after_forward),
+            filed: held(&self.filed),
+            after_backward_input: held(&self.after_backward),
+        }
     }
 
     /// Where the results of these ops are not kept after F.
@@ -116,7 +148,7 @@ impl<'g, K: Kernels> Deriver<'g, K> {
             let out = this.slot(elements(graph, node.out));
             this.value_slot[node.out.index()] = out;
             let extras: Vec<(Slot, Born)> =
-                node.op.extras().iter().map(|e| (this.slot(Elements::real(e.len)), e.born)).collect();
+                node.op.extras().iter().map(|e| (this.slot(e.elements), e.born)).collect();
             this.maker.resize(this.slots.len(), None);
             this.maker[out] = Some(n);
             for &(slot, born) in &extras {
@@ -177,6 +209,7 @@ impl<'g, K: Kernels> Deriver<'g, K> {
             value_slot: self.value_slot,
             extra_slots: self.extra_slots,
             after_forward,
+            filed: vec![],
             after_backward,
             output_gradients,
             input_gradients,
@@ -374,8 +407,8 @@ impl<'g, K: Kernels> Deriver<'g, K> {
                 for slot in writes {
                     wanted.remove(&slot);
                 }
-                wanted.extend(reads);
-                Step { what, dead }
+                wanted.extend(&reads);
+                Step { what, reads, dead }
             })
             .collect();
         steps.reverse();
@@ -392,8 +425,8 @@ struct Gradients {
 fn elements<K: Kernels>(graph: &Builder<'_, '_, K>, val: Val) -> Elements {
     let typed = graph.typed(val);
     match typed.kind {
-        Kind::Real => Elements::real(typed.len()),
-        Kind::Ids => Elements { real: 0, ids: typed.len() },
+        Kind::Real => Elements::elems(typed.len()),
+        Kind::Ids => Elements { ids: typed.len(), ..Elements::default() },
         Kind::Loss => Elements::default(),
     }
 }

@@ -18,8 +18,10 @@
 pub(crate) mod budget;
 mod build;
 mod derive;
+pub(crate) mod lists;
 mod op;
 pub mod ops;
+pub(crate) mod policy;
 mod unit;
 
 #[cfg(test)]
@@ -27,6 +29,7 @@ mod tests;
 
 pub use build::{Builder, Team, TeamAxis};
 pub use op::{Cache, Cost, Ctx, Mode, Site};
+pub use policy::{Action, Policies, Rule};
 pub use unit::{Elements, Frame, Item, Remembered, Unit};
 
 /// How a value lies over the ranks of one axis.

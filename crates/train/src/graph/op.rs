@@ -3,13 +3,15 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use crossmesh_core::step::lists::CallKind;
+
 use crate::flat::{Flat, FlatMut};
 use crate::group::Group;
 use crate::kernels::random::Stream;
 use crate::kernels::{BufSlice, Buffer, Dropout, Kernels};
 use crate::stage::{Microbatch, StageError, Value};
 
-use super::Axis;
+use super::{Axis, Elements};
 
 /// Whether a pass learns or only looks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,8 +122,19 @@ pub(super) enum Born {
 /// Something that an op leaves for its later passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Extra {
-    pub len: usize,
+    pub elements: Elements,
     pub born: Born,
+}
+
+impl Extra {
+    pub(super) fn elems(len: usize, born: Born) -> Self {
+        Self { elements: Elements::elems(len), born }
+    }
+
+    /// Of reals.
+    pub(super) fn wide(len: usize, born: Born) -> Self {
+        Self { elements: Elements { reals: len, ..Elements::default() }, born }
+    }
 }
 
 /// Multiplications and additions of a forward pass.
@@ -131,6 +144,46 @@ pub struct Cost {
     pub matrix: f64,
     /// Products of activations with each other: twice as many in B, none in W.
     pub attention: f64,
+}
+
+impl Cost {
+    /// Operations of F, B and W, where B and W spend so many on values that F had made.
+    pub fn passes(self, again: f64) -> [f64; 3] {
+        let Self { matrix, attention } = self;
+        [matrix + attention, matrix + 2.0 * attention + again, matrix]
+    }
+}
+
+impl std::ops::Add for Cost {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { matrix: self.matrix + other.matrix, attention: self.attention + other.attention }
+    }
+}
+
+impl std::iter::Sum for Cost {
+    fn sum<I: Iterator<Item = Self>>(iter: I) -> Self {
+        iter.fold(Self::default(), |a, b| a + b)
+    }
+}
+
+/// Which of an op's passes is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    Forward,
+    Backward,
+}
+
+/// A collective of an op.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Said {
+    pub axis: Axis,
+    pub kind: CallKind,
+    /// Of the whole tensor.
+    pub elements: Elements,
+    /// Whether the op itself waits for it, not who reads its result.
+    pub waits: bool,
 }
 
 /// A value for an op to look at, or to keep.
@@ -180,14 +233,24 @@ pub(super) struct Saved<'a, B> {
 /// What B makes.
 pub(super) struct Made<B> {
     /// The gradient of every input that has one of its own.
-    pub gradients: Vec<Option<B>>,
+    pub gradients: Vec<Option<Value<B>>>,
     /// Extras that are born in B, in order.
     pub extras: Vec<Value<B>>,
 }
 
 impl<B> Made<B> {
-    pub(super) fn one(gradient: B) -> Self {
-        Self { gradients: vec![Some(gradient)], extras: vec![] }
+    pub(super) fn one(gradient: impl Into<Value<B>>) -> Self {
+        Self { gradients: vec![Some(gradient.into())], extras: vec![] }
+    }
+
+    /// Of several inputs, in order.
+    pub(super) fn several(gradients: impl IntoIterator<Item = B>) -> Self {
+        Self { gradients: gradients.into_iter().map(|g| Some(g.into())).collect(), extras: vec![] }
+    }
+
+    /// Of the second input alone.
+    pub(super) fn second(gradient: B) -> Self {
+        Self { gradients: vec![None, Some(gradient.into())], extras: vec![] }
     }
 }
 
@@ -209,6 +272,11 @@ pub(super) trait Op<K: Kernels>: Send {
 
     fn has_weights(&self) -> bool {
         false
+    }
+
+    /// What ranks say to each other in its F, or in its B.
+    fn says(&self, _: Way) -> Vec<Said> {
+        vec![]
     }
 
     /// Whether F may be run a second time: not where ranks speak to each other.

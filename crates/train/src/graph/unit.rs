@@ -1,15 +1,24 @@
 //! A unit of a model: a graph with its passes, and how they are run.
+//!
+//! A reshard leaves what is coming in its slot, and the pass goes on. The first step that reads it waits; a sum does not, as long as one of the two is there:
+//! it is coming too. What a unit hands on may still be coming, what it holds from pass to pass is there.
+//!
+//! ```text
+//! list   .. linear | reshard | norm | linear | .. | add ..
+//! ranks             start ======================== wait
+//! ```
 
 use crate::chain::Flow;
 use crate::flat::FlatMut;
-use crate::kernels::scalar::Scalar as _;
 use crate::kernels::{Buffer, Kernels};
 use crate::stage::{Recompute, StageError, Value};
 
 use super::budget::{again, frontier};
 use super::build::{Access, Builder, Input, Node};
 use super::derive::{Passes, Slot, Step, What};
+use super::lists::{Lister, Pace};
 use super::op::{Arg, Born, Cost, Ctx, Mode, Reads, Saved};
+use super::policy::Rule;
 
 /// What a unit holds of a microbatch, slot by slot.
 #[derive(Debug)]
@@ -25,13 +34,19 @@ pub enum Item<'a, B> {
 impl<B: Buffer> Frame<B> {
     /// Calls `f` with everything in it, always in the same order.
     pub fn each_mut(&mut self, f: &mut dyn FnMut(Item<'_, B>)) {
-        for value in self.0.iter_mut().flatten() {
-            match value {
-                Value::Real(buf) => f(Item::Real(buf)),
-                Value::Ids(ids) => f(Item::Ids(ids)),
-                Value::Loss(_) => {}
-            }
+        self.0.iter_mut().flatten().for_each(|value| each_of(value, f));
+    }
+
+    /// Waits for a value that is coming.
+    fn settle<K: Kernels<Buf = B>>(&mut self, kernels: &K, slot: Slot) -> Result<(), StageError> {
+        if self.is_coming(slot) {
+            self.0[slot] = self.0[slot].take().map(|value| value.there(kernels)).transpose()?;
         }
+        Ok(())
+    }
+
+    fn is_coming(&self, slot: Slot) -> bool {
+        matches!(self.0[slot], Some(Value::Coming(_)))
     }
 
     pub fn elements(&self) -> Elements {
@@ -39,28 +54,40 @@ impl<B: Buffer> Frame<B> {
     }
 }
 
+fn each_of<B>(value: &mut Value<B>, f: &mut dyn FnMut(Item<'_, B>)) {
+    match value {
+        Value::Real(buf) => f(Item::Real(buf)),
+        Value::Ids(ids) => f(Item::Ids(ids)),
+        Value::Loss(_) | Value::Coming(_) => {}
+    }
+}
+
 /// How much is held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Elements {
-    pub real: usize,
+    pub elems: usize,
+    pub reals: usize,
     pub ids: usize,
 }
 
 impl Elements {
-    pub fn real(real: usize) -> Self {
-        Self { real, ids: 0 }
+    pub fn elems(elems: usize) -> Self {
+        Self { elems, ..Self::default() }
     }
 
     pub fn of<B: Buffer>(value: &Value<B>) -> Self {
         match value {
-            Value::Real(buf) => Self::real(buf.len()),
-            Value::Ids(ids) => Self { real: 0, ids: ids.len() },
-            Value::Loss(_) => Self::default(),
+            Value::Real(buf) if buf.is_wide() => Self { reals: buf.len(), ..Self::default() },
+            Value::Real(buf) => Self::elems(buf.len()),
+            Value::Ids(ids) => Self { ids: ids.len(), ..Self::default() },
+            // What is coming has no bytes here: nothing is, between passes.
+            Value::Loss(_) | Value::Coming(_) => Self::default(),
         }
     }
 
-    pub fn bytes(self, real_bytes: u64) -> u64 {
-        self.real as u64 * real_bytes + self.ids as u64 * 4
+    /// On a device with these kernels.
+    pub fn bytes<K: Kernels>(self) -> u64 {
+        (self.elems * size_of::<K::Elem>() + self.reals * size_of::<K::Real>() + self.ids * 4) as u64
     }
 }
 
@@ -68,7 +95,7 @@ impl std::ops::Add for Elements {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        Self { real: self.real + other.real, ids: self.ids + other.ids }
+        Self { elems: self.elems + other.elems, reals: self.reals + other.reals, ids: self.ids + other.ids }
     }
 }
 
@@ -82,6 +109,8 @@ impl std::iter::Sum for Elements {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Remembered {
     pub after_forward: Elements,
+    /// Of these, those that wait in a file.
+    pub filed: Elements,
     pub after_backward_input: Elements,
 }
 
@@ -91,6 +120,7 @@ impl std::ops::Add for Remembered {
     fn add(self, other: Self) -> Self {
         Self {
             after_forward: self.after_forward + other.after_forward,
+            filed: self.filed + other.filed,
             after_backward_input: self.after_backward_input + other.after_backward_input,
         }
     }
@@ -104,11 +134,11 @@ impl std::iter::Sum for Remembered {
 
 /// A piece of a model that is never cut.
 pub struct Unit<K: Kernels> {
-    nodes: Vec<Node<K>>,
-    inputs: Vec<Input>,
+    pub(super) nodes: Vec<Node<K>>,
+    pub(super) inputs: Vec<Input>,
     /// Names of what it gives, and their slots.
-    outputs: Vec<(String, Slot)>,
-    passes: Passes,
+    pub(super) outputs: Vec<(String, Slot)>,
+    pub(super) passes: Passes,
     /// Operations that B and W spend on values that F had made.
     again: f64,
     /// Where memory is to be kept within a limit: passes that keep less and less.
@@ -117,11 +147,18 @@ pub struct Unit<K: Kernels> {
 
 impl<K: Kernels> Unit<K> {
     pub fn new(graph: Builder<'_, '_, K>, recompute: Recompute) -> Self {
-        let passes = Passes::of(&graph, recompute);
+        Self::ruled(graph, recompute, &[], false)
+    }
+
+    /// With rules that go before the one for all; and whether what they say nothing about waits in a file from F to B.
+    pub fn ruled(graph: Builder<'_, '_, K>, recompute: Recompute, rules: &[Rule], offloaded: bool) -> Self {
+        let filed = |passes: Passes| if offloaded { passes.filing(&graph, rules) } else { passes };
+        let passes = filed(Passes::of(&graph, recompute, rules));
         let frugal = match recompute {
             Recompute::Within(_) => {
-                let choices = frontier(&graph, K::Real::DTYPE.bytes());
-                choices.iter().map(|c| (Passes::dropping(&graph, c.dropped.clone()), c.again)).collect()
+                let choices = frontier(&graph);
+                let passes = |dropped: &[bool]| filed(Passes::dropping(&graph, dropped.to_vec()));
+                choices.iter().map(|c| (passes(&c.dropped), c.again)).collect()
             }
             _ => vec![],
         };
@@ -131,10 +168,14 @@ impl<K: Kernels> Unit<K> {
         Self { nodes, inputs, outputs, passes, again, frugal }
     }
 
-    /// Where memory is to be kept within a limit: what it may hold from F to B, and the operations that each choice costs, from the most held to the least.
-    pub fn choices(&self) -> Vec<(Elements, f64)> {
-        let held = |p: &Passes| p.after_forward.iter().map(|&slot| p.slots[slot]).sum();
-        self.frugal.iter().map(|(passes, again)| (held(passes), *again)).collect()
+    /// Where memory is to be kept within a limit: what it may hold, and the operations that each choice costs, from the most held to the least.
+    pub fn choices(&self) -> Vec<(Remembered, f64)> {
+        self.frugal.iter().map(|(passes, again)| (passes.remembered(), *again)).collect()
+    }
+
+    /// What it does in passes, as lists.
+    pub(crate) fn lister<'a>(&'a self, pace: &'a Pace<'a>) -> Lister<'a, K> {
+        Lister::new(self, pace)
     }
 
     /// Takes one of them.
@@ -150,19 +191,19 @@ impl<K: Kernels> Unit<K> {
 
     /// What it will hold.
     pub fn remembered(&self) -> Remembered {
-        let held = |slots: &[Slot]| slots.iter().map(|&slot| self.passes.slots[slot]).sum();
-        Remembered {
-            after_forward: held(&self.passes.after_forward),
-            after_backward_input: held(&self.passes.after_backward),
+        self.passes.remembered()
+    }
+
+    /// Calls `f` with everything that waits in a file from F to B, always in the same order.
+    pub fn each_filed(&self, frame: &mut Frame<K::Buf>, f: &mut dyn FnMut(Item<'_, K::Buf>)) {
+        for &slot in &self.passes.filed {
+            frame.0[slot].iter_mut().for_each(|value| each_of(value, f));
         }
     }
 
     /// The operations of its forward pass on this rank.
     pub fn cost(&self) -> Cost {
-        self.nodes.iter().map(|node| node.op.cost()).fold(Cost::default(), |a, b| Cost {
-            matrix: a.matrix + b.matrix,
-            attention: a.attention + b.attention,
-        })
+        self.nodes.iter().map(|node| node.op.cost()).sum()
     }
 
     /// F: takes and reads tensors, gives others, and holds what later passes need.
@@ -185,19 +226,37 @@ impl<K: Kernels> Unit<K> {
         let back = self.inputs.iter().filter(|i| i.access == Access::Reads);
         handed.extend(back.map(|i| (i.name.as_str(), self.passes.value_slot[i.val.index()])));
         handed.extend(self.outputs.iter().map(|(name, slot)| (name.as_str(), *slot)));
-        for (i, &(name, slot)) in handed.iter().enumerate() {
-            let again = kept.contains(&slot) || handed[i + 1..].iter().any(|&(_, s)| s == slot);
-            let value = if again {
-                self.copy(ctx.kernels, frame.0[slot].as_ref().expect("an op made it"))
-            } else {
-                frame.0[slot].take().expect("an op made it")
-            };
+        self.hand_on(ctx.kernels, &mut frame, &handed, kept, |name, value| {
             flow.put(name, value);
-        }
+            Ok(())
+        })?;
         Ok(frame)
     }
 
-    fn is_handed_back(&self, slot: Slot) -> bool {
+    /// Gives values to others, and leaves what is kept behind.
+    fn hand_on(
+        &self,
+        kernels: &K,
+        frame: &mut Frame<K::Buf>,
+        handed: &[(&str, Slot)],
+        kept: &[Slot],
+        mut give: impl FnMut(&str, Value<K::Buf>) -> Result<(), StageError>,
+    ) -> Result<(), StageError> {
+        kept.iter().try_for_each(|&slot| frame.settle(kernels, slot))?;
+        for (i, &(name, slot)) in handed.iter().enumerate() {
+            let again = kept.contains(&slot) || handed[i + 1..].iter().any(|&(_, s)| s == slot);
+            let value = if again {
+                frame.settle(kernels, slot)?;
+                self.copy(kernels, frame.0[slot].as_ref().expect("an op made it"))
+            } else {
+                frame.0[slot].take().expect("an op made it")
+            };
+            give(name, value)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_handed_back(&self, slot: Slot) -> bool {
         self.inputs.iter().any(|i| i.access == Access::Reads && self.passes.value_slot[i.val.index()] == slot)
     }
 
@@ -210,24 +269,20 @@ impl<K: Kernels> Unit<K> {
     ) -> Result<(), StageError> {
         for ((name, _), slot) in self.outputs.iter().zip(&self.passes.output_gradients) {
             if let Some(slot) = *slot {
-                frame.0[slot] = Some(Value::Real(flow.take_real(name)));
+                let gradient = flow.take(name);
+                assert!(gradient.is_some(), "the gradient of `{name}` should flow here");
+                frame.0[slot] = gradient;
             }
         }
         for step in &self.passes.backward {
             self.run(ctx, step, frame, |_| false)?;
         }
-        for (input, slot) in self.inputs.iter().zip(&self.passes.input_gradients) {
-            let Some(slot) = *slot else { continue };
-            let kept = self.passes.after_backward.contains(&slot);
-            let value = if kept {
-                self.copy(ctx.kernels, frame.0[slot].as_ref().expect("B made it"))
-            } else {
-                frame.0[slot].take().expect("B made it")
-            };
-            let Value::Real(gradient) = value else { unreachable!("gradients are numbers") };
-            flow.add_real(ctx.kernels, &input.name, gradient);
-        }
-        Ok(())
+        let gradients = self.inputs.iter().zip(&self.passes.input_gradients);
+        let handed: Vec<(&str, Slot)> =
+            gradients.filter_map(|(input, slot)| Some((input.name.as_str(), (*slot)?))).collect();
+        self.hand_on(ctx.kernels, frame, &handed, &self.passes.after_backward, |name, gradient| {
+            Ok(flow.add(ctx.kernels, name, gradient)?)
+        })
     }
 
     /// W: adds to the gradients of its weights.
@@ -240,6 +295,7 @@ impl<K: Kernels> Unit<K> {
         for step in &self.passes.weights {
             match &step.what {
                 What::Weights { node, gradient } => {
+                    step.reads.iter().try_for_each(|&slot| frame.settle(ctx.kernels, slot))?;
                     let node_reads = self.nodes[*node].op.needs().weights;
                     let saved = self.saved(frame, *node, &node_reads, *gradient);
                     self.nodes[*node].op.weights(ctx.kernels, saved, grads);
@@ -264,6 +320,22 @@ impl<K: Kernels> Unit<K> {
         spared: impl Fn(Slot) -> bool,
     ) -> Result<(), StageError> {
         let dies = |slot: Slot| step.dead.contains(&slot) && !spared(slot);
+        if let What::Sum { a, b, to } = step.what {
+            // The first of the two was started before the other.
+            if frame.is_coming(a) && frame.is_coming(b) {
+                frame.settle(ctx.kernels, a)?;
+            }
+            let late = [(a, b), (b, a)].into_iter().find(|&(late, _)| frame.is_coming(late) && dies(late));
+            if let Some((late, other)) = late {
+                let Some(Value::Real(plus)) = self.own(ctx.kernels, frame, other, dies(other)) else {
+                    panic!("gradients are numbers, and are there when they are added");
+                };
+                let Some(Value::Coming(coming)) = frame.0[late].take() else { unreachable!("it is coming") };
+                frame.0[to] = Some(Value::Coming(coming.plus(ctx.kernels, plus)));
+                return Ok(());
+            }
+        }
+        step.reads.iter().try_for_each(|&slot| frame.settle(ctx.kernels, slot))?;
         match &step.what {
             What::Forward { node } => {
                 let n = *node;
@@ -311,7 +383,7 @@ impl<K: Kernels> Unit<K> {
                 let result = op.backward(ctx, saved)?;
                 for (slot, gradient) in made.iter().zip(result.gradients) {
                     if let (Some(slot), Some(gradient)) = (slot, gradient) {
-                        frame.0[*slot] = Some(Value::Real(gradient));
+                        frame.0[*slot] = Some(gradient);
                     }
                 }
                 let born = self.passes.extra_slots[*node].iter().zip(op.extras());
@@ -328,7 +400,7 @@ impl<K: Kernels> Unit<K> {
                 else {
                     panic!("gradients are numbers, and are there when they are added");
                 };
-                ctx.kernels.add(other, (&mut sum).into());
+                ctx.kernels.add(other.into(), (&mut sum).into(), other.len());
                 frame.0[*to] = Some(Value::Real(sum));
             }
             What::Weights { .. } => unreachable!("W runs these itself"),
@@ -371,13 +443,10 @@ impl<K: Kernels> Unit<K> {
 
     fn copy(&self, kernels: &K, value: &Value<K::Buf>) -> Value<K::Buf> {
         match value {
-            Value::Real(buf) => {
-                let mut second = kernels.buffer(buf.len());
-                kernels.copy(buf.into(), (&mut second).into(), buf.len());
-                Value::Real(second)
-            }
+            Value::Real(buf) => Value::Real(kernels.clone_of(buf)),
             Value::Ids(ids) => Value::Ids(ids.clone()),
             Value::Loss(loss) => Value::Loss(*loss),
+            Value::Coming(_) => unreachable!("who copies a value has waited for it"),
         }
     }
 }

@@ -6,17 +6,31 @@
 //!
 //! Every kernel that has a gradient has it as a call of its own, and gradients with respect to inputs (for the pass B) are
 //! apart from those with respect to weights (for the pass W).
+//!
+//! There are two kinds of numbers. Activations and weights are *elements*; what adds up many of them is *real*: gradients of weights,
+//! statistics of norms and softmaxes, an optimizer's numbers. Both may be the same; where elements are narrower (bf16 beside f32) a
+//! kernel computes in reals and rounds what it writes as elements once. A buffer knows which kind it holds:
+//!
+//! ```text
+//! elements   x, y, dx, dy, weights, tables, logits and exponentials          Kernels::buffer
+//! reals      stats, lse, row maxima and sums, gradients of weights, moments    Kernels::wide
+//! ```
 
+pub mod battery;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod random;
 pub mod scalar;
 
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
 use std::fmt::Debug;
 use std::ops::Range;
 
+use crossmesh_comm::collectives::Element;
 use random::Stream;
 use scalar::Scalar;
 
@@ -28,7 +42,13 @@ pub trait Buffer: Send + Sync + Debug + 'static {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Whether it holds reals, not elements.
+    fn is_wide(&self) -> bool;
 }
+
+/// What a device could not do.
+pub type DeviceError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A buffer from an element on: a weight in the flat buffer of all weights, say.
 #[derive(Debug)]
@@ -305,20 +325,48 @@ pub struct Sgd {
 /// A device. Sizes are checked by assertion: they come from a model's own arithmetic, never from input.
 pub trait Kernels: Send + Sync + 'static {
     type Real: Scalar;
+    /// [`Kernels::Real`], or narrower.
+    type Elem: Element + bytemuck::Pod;
     type Buf: Buffer;
+
+    /// Whether elements are narrower than reals: then weights have masters, which are reals.
+    const IS_MIXED: bool;
 
     // Memory.
 
-    /// A buffer with unspecified contents.
+    /// A buffer of elements, with unspecified contents.
     fn buffer(&self, len: usize) -> Self::Buf;
+    /// A buffer of reals, with unspecified contents.
+    fn wide(&self, len: usize) -> Self::Buf;
+    /// Elements, rounded.
     fn upload(&self, values: &[Self::Real]) -> Self::Buf;
+    /// What is in a buffer of either kind.
     fn download(&self, buf: &Self::Buf) -> Vec<Self::Real>;
-    /// Copies `len` elements.
+    /// A buffer's elements, on the host: where they are already, nothing is copied.
+    fn elems<'a>(&self, from: BufSlice<'a, Self::Buf>, len: usize) -> Cow<'a, [Self::Elem]>;
+    /// A buffer's reals, on the host.
+    fn reals<'a>(&self, from: BufSlice<'a, Self::Buf>, len: usize) -> Cow<'a, [Self::Real]>;
+    fn put_elems(&self, from: &[Self::Elem], to: PartMut<'_, Self::Buf>);
+    fn put_reals(&self, from: &[Self::Real], to: PartMut<'_, Self::Buf>);
+    /// Copies `len` numbers, from one kind to the other too.
     fn copy(&self, from: BufSlice<'_, Self::Buf>, to: PartMut<'_, Self::Buf>, len: usize);
     fn fill(&self, value: Self::Real, to: PartMut<'_, Self::Buf>, len: usize);
 
+    /// A second buffer with the same in it.
+    fn clone_of(&self, buf: &Self::Buf) -> Self::Buf {
+        let mut second = if buf.is_wide() { self.wide(buf.len()) } else { self.buffer(buf.len()) };
+        self.copy(buf.into(), (&mut second).into(), buf.len());
+        second
+    }
+
+    /// Waits until everything that was asked for is done. The first call that failed says why: those behind it did nothing.
+    fn finish(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     // Products and sums.
 
+    /// `c` may be of either kind.
     fn gemm(
         &self,
         gemm: Gemm<Self::Real>,
@@ -327,9 +375,9 @@ pub trait Kernels: Send + Sync + 'static {
         bias: Option<BufSlice<'_, Self::Buf>>,
         c: PartMut<'_, Self::Buf>,
     );
-    /// `y += x`, over the length of `x`.
-    fn add(&self, x: &Self::Buf, y: PartMut<'_, Self::Buf>);
-    /// `sums[cols] += ` the sum of the rows of `x`.
+    /// `y[len] += x`; both of one kind.
+    fn add(&self, x: BufSlice<'_, Self::Buf>, y: PartMut<'_, Self::Buf>, len: usize);
+    /// `sums[cols] += ` the sum of the rows of `x`; sums are reals.
     fn sum_rows(&self, size: Rows, x: &Self::Buf, sums: PartMut<'_, Self::Buf>);
     /// `y = x + dropped(branch + bias)`.
     fn residual(&self, size: Rows, x: &Self::Buf, branch: Branch<'_, Self::Buf>, y: &mut Self::Buf);
@@ -469,12 +517,12 @@ pub trait Kernels: Send + Sync + 'static {
     /// Sines and cosines of every time step, `[steps, dim]`.
     fn time_waves(&self, steps: &[i32], dim: usize, y: &mut Self::Buf);
 
-    // Optimizers, over runs of flat buffers.
+    // Optimizers, over runs of flat buffers of reals.
 
     fn adamw(&self, step: &AdamW, run: Range<usize>, state: AdamWState<'_, Self::Buf>);
     fn sgd(&self, step: &Sgd, run: Range<usize>, state: SgdState<'_, Self::Buf>);
-    /// The sum of squares of a run.
-    fn sum_squares(&self, x: &Self::Buf, run: Range<usize>) -> f64;
+    /// The sum of squares over runs of a buffer of reals, one run behind the other.
+    fn sum_squares(&self, x: &Self::Buf, runs: &[Range<usize>]) -> f64;
 }
 
 /// A branch on its way back to the trunk.
@@ -527,6 +575,8 @@ pub struct AttentionSaved<'a, B> {
 #[derive(Debug)]
 pub struct AdamWState<'a, B> {
     pub params: PartMut<'a, B>,
+    /// Where the parameters' elements go, rounded; none where parameters are what passes use.
+    pub rounded: Option<PartMut<'a, B>>,
     pub grads: BufSlice<'a, B>,
     pub first: PartMut<'a, B>,
     pub second: PartMut<'a, B>,
@@ -536,6 +586,7 @@ pub struct AdamWState<'a, B> {
 #[derive(Debug)]
 pub struct SgdState<'a, B> {
     pub params: PartMut<'a, B>,
+    pub rounded: Option<PartMut<'a, B>>,
     pub grads: BufSlice<'a, B>,
     pub velocity: PartMut<'a, B>,
 }

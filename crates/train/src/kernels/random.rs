@@ -24,6 +24,11 @@ impl Stream {
         Self { key: halves(seed ^ 0x9e37_79b9_7f4a_7c15), high: halves(fnv1a(name.as_bytes())) }
     }
 
+    /// Its key, and the upper half of its counter: for kernels that draw elsewhere.
+    pub fn words(&self) -> ([u32; 2], [u32; 2]) {
+        (self.key, self.high)
+    }
+
     /// Four draws: those with the indices `4 * block` to `4 * block + 3`.
     #[inline(always)]
     pub fn block(&self, block: u64) -> [u32; 4] {

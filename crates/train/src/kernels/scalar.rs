@@ -7,12 +7,13 @@ use std::fmt::{Debug, Display};
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
-use crossmesh_core::dtype::DType;
+use crossmesh_comm::collectives::Element;
 use pulp::Simd;
 
 /// A real number: f32 or f64.
 pub trait Scalar:
-    Copy
+    Element
+    + Copy
     + Send
     + Sync
     + Default
@@ -31,7 +32,6 @@ pub trait Scalar:
     + bytemuck::Pod
     + 'static
 {
-    const DTYPE: DType;
     const ZERO: Self;
     const ONE: Self;
     const LOWEST: Self;
@@ -71,10 +71,9 @@ const fn taylor<const N: usize>() -> [f64; N] {
 }
 
 macro_rules! scalar {
-    ($t:ident, $dtype:expr, $bits:ident, $lanes:ident, $lanes_count:ident, $splat:ident, $fma:ident,
+    ($t:ident, $bits:ident, $lanes:ident, $lanes_count:ident, $splat:ident, $fma:ident,
      $as_simd:ident, $as_mut_simd:ident, $exp:expr) => {
         impl Scalar for $t {
-            const DTYPE: DType = $dtype;
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
             const LOWEST: Self = $t::MIN;
@@ -205,30 +204,8 @@ const EXP64: Exp<f64, 14> = Exp {
     highest: 709.0,
 };
 
-scalar!(
-    f32,
-    DType::F32,
-    u32,
-    f32s,
-    F32_LANES,
-    splat_f32s,
-    mul_add_e_f32s,
-    as_simd_f32s,
-    as_mut_simd_f32s,
-    EXP32
-);
-scalar!(
-    f64,
-    DType::F64,
-    u64,
-    f64s,
-    F64_LANES,
-    splat_f64s,
-    mul_add_e_f64s,
-    as_simd_f64s,
-    as_mut_simd_f64s,
-    EXP64
-);
+scalar!(f32, u32, f32s, F32_LANES, splat_f32s, mul_add_e_f32s, as_simd_f32s, as_mut_simd_f32s, EXP32);
+scalar!(f64, u64, f64s, F64_LANES, splat_f64s, mul_add_e_f64s, as_simd_f64s, as_mut_simd_f64s, EXP64);
 
 /// How an activation bends: 1 / (1 + e^-x).
 #[inline(always)]

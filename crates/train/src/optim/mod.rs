@@ -30,6 +30,16 @@ pub enum OptimizerConfig {
 }
 
 impl OptimizerConfig {
+    /// Names of what it remembers of every parameter.
+    pub fn moment_names(&self) -> &'static [&'static str] {
+        match self {
+            Self::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
+            Self::Sgd { .. } => &["momentum"],
+        }
+    }
+}
+
+impl OptimizerConfig {
     /// The constants that GPT-3 and most after it were trained with.
     pub const ADAMW: Self = Self::AdamW { beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1 };
 }
@@ -43,6 +53,8 @@ pub struct Optimizer<B> {
     runs: Vec<(Range<usize>, usize, bool)>,
     /// Two moments, or one velocity.
     moments: Vec<B>,
+    /// Of parameters that passes use in narrower numbers: what these are rounded from.
+    masters: Option<B>,
     steps: u64,
 }
 
@@ -68,12 +80,13 @@ impl<B: Buffer> Optimizer<B> {
         };
         let zeros = |_| {
             let len = share.runs.len();
-            let mut buf = kernels.buffer(len);
+            let mut buf = kernels.wide(len);
             kernels.fill(crate::kernels::scalar::Scalar::ZERO, (&mut buf).into(), len);
             buf
         };
         let (moments, runs) = ((0..moments).map(zeros).collect(), decay_runs(parameters, &share.runs));
-        Self { config, share, runs, moments, steps: 0 }
+        let masters = K::IS_MIXED.then(|| kernels.wide(share.runs.len()));
+        Self { config, share, runs, moments, masters, steps: 0 }
     }
 
     /// One step, on parameters and gradients of which at least the moments' share is kept.
@@ -85,10 +98,14 @@ impl<B: Buffer> Optimizer<B> {
         (grads, summed): (&B, &Runs),
     ) {
         for (run, at, decays) in &self.runs {
-            let params = PartMut { buf: params, start: kept.at(run).start };
+            let params = PartMut { buf: &mut *params, start: kept.at(run).start };
+            let (params, rounded) = match &mut self.masters {
+                None => (params, None),
+                Some(masters) => (PartMut { buf: masters, start: *at }, Some(params)),
+            };
             let grads = BufSlice { buf: grads, start: summed.at(run).start };
             let about = (numbers, self.steps, *decays);
-            self.config.run(kernels, about, run.len(), params, grads, (&mut self.moments, *at));
+            self.config.run(kernels, about, run.len(), (params, rounded), grads, (&mut self.moments, *at));
         }
         self.steps += 1;
     }
@@ -105,15 +122,21 @@ impl<B: Buffer> Optimizer<B> {
 
     /// Names of what a checkpoint has to keep beside the parameters, each of the share's length.
     pub fn moment_names(&self) -> &'static [&'static str] {
-        match self.config {
-            OptimizerConfig::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
-            OptimizerConfig::Sgd { .. } => &["momentum"],
-        }
+        self.config.moment_names()
     }
 
     /// In the order of their names.
     pub fn moments(&self) -> &[B] {
         &self.moments
+    }
+
+    /// What the parameters that it keeps moments of are rounded from, where they are.
+    pub fn masters(&self) -> Option<&B> {
+        self.masters.as_ref()
+    }
+
+    pub fn masters_mut(&mut self) -> Option<&mut B> {
+        self.masters.as_mut()
     }
 
     /// To go on from a checkpoint: the moments to be filled, and the steps that had been done.
@@ -129,7 +152,7 @@ impl OptimizerConfig {
         kernels: &K,
         (numbers, step, decays): (StepNumbers, u64, bool),
         len: usize,
-        params: PartMut<'_, K::Buf>,
+        (params, rounded): (PartMut<'_, K::Buf>, Option<PartMut<'_, K::Buf>>),
         grads: BufSlice<'_, K::Buf>,
         (moments, at): (&mut [K::Buf], usize),
     ) {
@@ -140,13 +163,13 @@ impl OptimizerConfig {
                 let weight_decay = decay(weight_decay);
                 let step = AdamW { learning_rate, beta1, beta2, epsilon, weight_decay, step, grad_scale };
                 let [first, second] = [first, second].map(|buf| PartMut { buf, start: at });
-                kernels.adamw(&step, 0..len, AdamWState { params, grads, first, second });
+                kernels.adamw(&step, 0..len, AdamWState { params, rounded, grads, first, second });
             }
             (&Self::Sgd { momentum, weight_decay }, [velocity]) => {
                 let weight_decay = decay(weight_decay);
                 let step = Sgd { learning_rate, momentum, weight_decay, grad_scale };
                 let velocity = PartMut { buf: velocity, start: at };
-                kernels.sgd(&step, 0..len, SgdState { params, grads, velocity });
+                kernels.sgd(&step, 0..len, SgdState { params, rounded, grads, velocity });
             }
             (_, moments) => unreachable!("{} moments", moments.len()),
         }
@@ -181,7 +204,8 @@ pub fn norm_piece<K: Kernels>(
 ) -> f64 {
     let counts = |p: &&Parameter| is_first_along_tp(p, place) && !elsewhere.contains(&p.name.as_str());
     let runs = parameters.iter().filter(counts).flat_map(|p| own.within(&p.range));
-    runs.map(|(run, _)| kernels.sum_squares(grads, summed.at(&run))).sum()
+    let runs: Vec<Range<usize>> = runs.map(|(run, _)| summed.at(&run)).collect();
+    kernels.sum_squares(grads, &runs)
 }
 
 /// Whether ranks along `tp` have different parts of a parameter; else all of them have all of it.

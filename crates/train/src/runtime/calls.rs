@@ -96,6 +96,23 @@ pub enum What {
     AllGather(Vec<u64>),
 }
 
+impl What {
+    pub fn start<T: Element>(
+        self,
+        comm: &mut Collectives,
+        group: GroupId,
+        elements: Buffer<T>,
+    ) -> Result<Pending<T>, CallError> {
+        match self {
+            What::AllReduce(reduction) => comm.start_all_reduce(group, elements, reduction),
+            What::ReduceScatter(counts) => {
+                comm.start_reduce_scatter_v(group, elements, Counts::PerRank(counts), Reduction::Sum)
+            }
+            What::AllGather(counts) => comm.start_all_gather_v(group, elements, Counts::PerRank(counts)),
+        }
+    }
+}
+
 impl Calls {
     pub fn new(waker: Waker, allocator: Allocator) -> (Self, Desk) {
         let (calls, desk) = channel();
@@ -135,15 +152,8 @@ struct Collective<T> {
 impl<T: Element> Call for Collective<T> {
     fn start(self: Box<Self>, comm: &mut Collectives) -> Result<Box<dyn Running>, CallError> {
         comm.set_priority(self.urgency as u32);
-        let (group, elements, reply) = (self.group, self.elements, self.reply);
-        let pending = match self.what {
-            What::AllReduce(reduction) => comm.start_all_reduce(group, elements, reduction)?,
-            What::ReduceScatter(counts) => {
-                comm.start_reduce_scatter_v(group, elements, Counts::PerRank(counts), Reduction::Sum)?
-            }
-            What::AllGather(counts) => comm.start_all_gather_v(group, elements, Counts::PerRank(counts))?,
-        };
-        Ok(Box::new(UnderWay { pending, reply }))
+        let pending = self.what.start(comm, self.group, self.elements)?;
+        Ok(Box::new(UnderWay { pending, reply: self.reply }))
     }
 }
 

@@ -1,16 +1,13 @@
 //! A group of ranks over an engine that turns while they wait: for programs that compute and talk in one thread.
 
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crossmesh_comm::collectives::{Buffer, CallError, Collectives, Element, GroupId, Pending, Reduction};
-use crossmesh_core::collective::Counts;
+use crossmesh_comm::collectives::{CallError, Collectives, Element, GroupId};
 use crossmesh_core::id::Rank;
 
-use super::wired::counts;
-use crate::group::{Group, GroupError, ReduceOp};
-use crate::kernels::cpu::HostBuf;
-use crate::kernels::scalar::Scalar;
+use super::calls::What;
+use super::wired::{Answer, Cause, Channel, Wired};
+use crate::kernels::Kernels;
 
 /// See the module.
 pub struct Direct {
@@ -21,34 +18,21 @@ pub struct Direct {
 }
 
 impl Direct {
-    /// The group of these ranks, this one among them. All of them make their groups in one order.
-    pub fn new(comm: &Arc<Mutex<Collectives>>, ranks: &[Rank]) -> Result<Self, CallError> {
+    /// The group of these ranks, this one among them, for buffers of these kernels. All ranks make their groups in one order.
+    pub fn group<K: Kernels>(
+        comm: &Arc<Mutex<Collectives>>,
+        ranks: &[Rank],
+        kernels: &Arc<K>,
+    ) -> Result<Wired<K, Self>, CallError> {
         let mut locked = comm.lock().unwrap_or_else(PoisonError::into_inner);
         let group = locked.group(ranks)?;
         let rank = ranks.iter().position(|rank| *rank == locked.rank()).unwrap_or(0);
-        Ok(Self { comm: Arc::clone(comm), group, rank, size: ranks.len() })
-    }
-
-    fn run<T: Element>(
-        &self,
-        operation: &'static str,
-        elements: &[T],
-        start: impl FnOnce(&mut Collectives, Buffer<T>) -> Result<Pending<T>, CallError>,
-    ) -> Result<Buffer<T>, GroupError> {
-        let mut comm = self.comm.lock().unwrap_or_else(PoisonError::into_inner);
-        let buffer = comm.buffer_of(elements);
-        let done = buffer.and_then(|buffer| start(&mut comm, buffer)).and_then(|pending| comm.wait(pending));
-        done.map_err(|cause| GroupError {
-            operation,
-            elements: elements.len(),
-            rank: self.rank,
-            size: self.size,
-            cause: cause.into(),
-        })
+        let channel = Self { comm: Arc::clone(comm), group, rank, size: ranks.len() };
+        Ok(Wired { kernels: Arc::clone(kernels), channel })
     }
 }
 
-impl<T: Scalar + Element> Group<HostBuf<T>> for Direct {
+impl Channel for Direct {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -57,27 +41,15 @@ impl<T: Scalar + Element> Group<HostBuf<T>> for Direct {
         self.size
     }
 
-    fn all_reduce(&self, buf: &mut HostBuf<T>, op: ReduceOp) -> Result<(), GroupError> {
-        let sums =
-            self.run("an all-reduce", buf, |comm, x| comm.start_all_reduce(self.group, x, op.into()))?;
-        buf.copy_from_slice(&sums);
-        Ok(())
-    }
-
-    fn all_gather(&self, whole: &mut HostBuf<T>, parts: &[Range<usize>]) -> Result<(), GroupError> {
-        let counts = Counts::PerRank(counts(parts));
-        let own = &whole[parts[self.rank].clone()];
-        let all = self.run("an all-gather", own, |comm, x| comm.start_all_gather_v(self.group, x, counts))?;
-        whole.copy_from_slice(&all);
-        Ok(())
-    }
-
-    fn reduce_scatter(&self, whole: &mut HostBuf<T>, parts: &[Range<usize>]) -> Result<(), GroupError> {
-        let counts = Counts::PerRank(counts(parts));
-        let own = self.run("a reduce-scatter", whole, |comm, x| {
-            comm.start_reduce_scatter_v(self.group, x, counts, Reduction::Sum)
-        })?;
-        whole[parts[self.rank].clone()].copy_from_slice(&own);
-        Ok(())
+    fn start<T: Element>(&self, what: What, elements: &[T]) -> Result<Answer<T>, Cause> {
+        let shared = Arc::clone(&self.comm);
+        let mut comm = shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let elements = comm.buffer_of(elements)?;
+        let pending = what.start(&mut comm, self.group, elements)?;
+        drop(comm);
+        Ok(Box::new(move || {
+            let mut comm = shared.lock().unwrap_or_else(PoisonError::into_inner);
+            Ok(comm.wait(pending)?)
+        }))
     }
 }

@@ -8,31 +8,33 @@
 //! buffer of unit 3 = | scatter sums of unit 3 === | add them to what is kept
 //! ```
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crossmesh_comm::collectives::{Buffer, Element, GroupId};
+use crossmesh_comm::collectives::{Buffer, GroupId};
 
 use super::calls::{Calls, Promise, Urgency, What};
-use super::runs::{copy_all, counts_of, pack};
+use super::runs::{UnderWay, copy_all, counts_of, pack, pieces};
 use crate::deal::{Runs, Share};
 use crate::flat::{Buckets, FlatMut, Part};
 use crate::group::GroupError;
-use crate::kernels::Kernels as _;
-use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
+use crate::kernels::{BufSlice, Buffer as _, Kernels, PartMut};
 
 /// See the module.
-pub struct Grads<T: Scalar> {
-    pub kept: HostBuf<T>,
+pub struct Grads<K: Kernels> {
+    kernels: Arc<K>,
+    /// Reals.
+    pub kept: K::Buf,
     pub share: Share,
-    each: Option<Each<T>>,
+    each: Option<Each<K>>,
 }
 
 /// What becomes of every microbatch's gradients.
-pub struct Each<T: Scalar> {
-    pub kernels: Arc<Cpu<T>>,
+pub struct Each<K: Kernels> {
+    kernels: Arc<K>,
     pub calls: Calls,
     /// The ranks that sum them up, and what each of them keeps; none where this one is alone.
     pub group: Option<(GroupId, Vec<Runs>)>,
@@ -44,22 +46,32 @@ pub struct Each<T: Scalar> {
     /// By unit: runs whose sums are dealt out. All others are kept whole.
     pub plain: Vec<Vec<Range<usize>>>,
     /// Of units that W is at, and what later ones left for an earlier one's weights.
-    open: Vec<Part<HostBuf<T>>>,
-    under_way: VecDeque<(usize, Promise<Buffer<T>>)>,
+    open: Vec<Part<K::Buf>>,
+    /// Runs whose sums are on their way.
+    under_way: VecDeque<UnderWay<K::Real>>,
+    /// The most elements that units' gradients took at once.
+    most: usize,
 }
 
-/// Units whose sums may be under way at once: each of them takes memory.
-const UNDER_WAY: usize = 2;
+/// Sums that may be under way at once, and how long each is at most: both take memory, on this rank and where others look into it.
+pub const UNDER_WAY: usize = 3;
+pub const PIECE_BYTES: usize = 2 << 20;
 
-impl<T: Scalar + Element> Grads<T> {
+impl<K: Kernels> Grads<K> {
     /// Those of all parameters; they are summed when the last microbatch is through.
-    pub fn whole(len: usize) -> Self {
-        Self { kept: vec![T::ZERO; len].into(), share: Share::whole(len), each: None }
+    pub fn whole(kernels: &Arc<K>, len: usize) -> Self {
+        Self {
+            kept: zeros(&**kernels, len),
+            kernels: Arc::clone(kernels),
+            share: Share::whole(len),
+            each: None,
+        }
     }
 
     /// A share of them.
-    pub fn dealt(share: Share, each: Each<T>) -> Self {
-        Self { kept: vec![T::ZERO; share.runs.len()].into(), share, each: Some(each) }
+    pub fn dealt(share: Share, each: Each<K>) -> Self {
+        let kernels = Arc::clone(&each.kernels);
+        Self { kept: zeros(&*kernels, share.runs.len()), kernels, share, each: Some(each) }
     }
 
     /// Whether each microbatch's are summed by themselves.
@@ -67,13 +79,33 @@ impl<T: Scalar + Element> Grads<T> {
         self.each.is_some()
     }
 
+    /// The most elements that units' gradients took beside what is kept.
+    pub fn opened(&self) -> usize {
+        self.each.as_ref().map_or(0, |each| each.most)
+    }
+
     /// Where a run is kept.
     pub fn at(&self, run: &Range<usize>) -> Range<usize> {
         self.share.runs.at(run)
     }
 
+    /// What is kept of a run that is kept whole.
+    pub fn read(&self, run: &Range<usize>) -> Cow<'_, [K::Real]> {
+        self.read_at(self.at(run))
+    }
+
+    /// What is at a place among what is kept.
+    pub fn read_at(&self, at: Range<usize>) -> Cow<'_, [K::Real]> {
+        self.kernels.reals(BufSlice { buf: &self.kept, start: at.start }, at.len())
+    }
+
+    pub fn write(&mut self, run: &Range<usize>, from: &[K::Real]) {
+        let start = self.at(run).start;
+        self.kernels.put_reals(from, PartMut { buf: &mut self.kept, start });
+    }
+
     /// To be added to, by a unit's W.
-    pub fn open(&mut self, unit: usize) -> FlatMut<'_, HostBuf<T>> {
+    pub fn open(&mut self, unit: usize) -> FlatMut<'_, K::Buf> {
         match &mut self.each {
             None => FlatMut::Whole(&mut self.kept),
             Some(each) => {
@@ -95,12 +127,18 @@ impl<T: Scalar + Element> Grads<T> {
         for (run, _) in self.share.runs.within(&own) {
             let here = if alone { vec![run] } else { outside(&plain, &run) };
             for run in here {
-                add_to(&mut self.kept[self.share.runs.at(&run)], &part.buf[runs.at(&run)]);
+                let from = BufSlice { buf: &part.buf, start: runs.at(&run).start };
+                let to = PartMut { start: self.share.runs.at(&run).start, buf: &mut self.kept };
+                self.kernels.add(from, to, run.len());
             }
         }
-        if !alone && !plain.is_empty() {
-            let promise = each.start(unit, &part.buf, &runs)?;
-            each.under_way.push_back((unit, promise));
+        if alone {
+            return Ok(());
+        }
+        for piece in each.pieces(unit) {
+            let Some(each) = &mut self.each else { return Ok(()) };
+            let promise = each.start(&piece, &part.buf, &runs)?;
+            each.under_way.push_back((piece, promise));
             if each.under_way.len() > UNDER_WAY {
                 self.take_first()?;
             }
@@ -111,12 +149,18 @@ impl<T: Scalar + Element> Grads<T> {
     /// Adds the sums that were under way first, so that they are added in the same order always.
     fn take_first(&mut self) -> Result<(), GroupError> {
         let Some(each) = &mut self.each else { return Ok(()) };
-        let Some((unit, promise)) = each.under_way.pop_front() else { return Ok(()) };
+        let Some((ranges, promise)) = each.under_way.pop_front() else { return Ok(()) };
         let sums = promise.wait().map_err(|e| each.failed(0, e.into()))?;
-        let (ranges, kept, share) = (&each.plain[unit], &mut self.kept, &self.share.runs);
+        let (ranges, kept, share) = (&ranges, &mut self.kept, &self.share.runs);
+        let kernels = &*self.kernels;
+        let mut add = |start: usize, from: &[K::Real]| {
+            let mut sums = kernels.wide(from.len());
+            kernels.put_reals(from, (&mut sums).into());
+            kernels.add((&sums).into(), PartMut { buf: &mut *kept, start }, from.len());
+        };
         match each.fixed_order {
             false => copy_all(&sums, std::slice::from_ref(share), ranges, |run, from| {
-                add_to(&mut kept[share.at(&run)], from);
+                add(share.at(&run).start, from);
             }),
             true => {
                 let len: usize = ranges.iter().map(|r| r.len()).sum();
@@ -126,10 +170,7 @@ impl<T: Scalar + Element> Grads<T> {
                 let whole = [Runs::new(ranges.iter().cloned())];
                 copy_all(&sum, &whole, ranges, |run, from| {
                     for (piece, at) in share.within(&run) {
-                        add_to(
-                            &mut kept[at..at + piece.len()],
-                            &from[piece.start - run.start..][..piece.len()],
-                        );
+                        add(at, &from[piece.start - run.start..][..piece.len()]);
                     }
                 });
             }
@@ -146,9 +187,9 @@ impl<T: Scalar + Element> Grads<T> {
     }
 }
 
-impl<T: Scalar + Element> Each<T> {
+impl<K: Kernels> Each<K> {
     pub fn new(
-        kernels: Arc<Cpu<T>>,
+        kernels: Arc<K>,
         calls: Calls,
         (group, me): (Option<(GroupId, Vec<Runs>)>, usize),
         fixed_order: bool,
@@ -156,7 +197,7 @@ impl<T: Scalar + Element> Each<T> {
         plain: Vec<Vec<Range<usize>>>,
     ) -> Self {
         let (open, under_way) = (vec![], VecDeque::new());
-        Self { kernels, calls, group, me, fixed_order, buckets, plain, open, under_way }
+        Self { kernels, calls, group, me, fixed_order, buckets, plain, open, under_way, most: 0 }
     }
 
     /// Makes room for a unit's gradients, with what later units have left for them.
@@ -165,25 +206,37 @@ impl<T: Scalar + Element> Each<T> {
             if self.open.iter().any(|p| p.range == range) {
                 continue;
             }
-            let mut buf = self.kernels.buffer(range.len());
-            self.kernels.fill(T::ZERO, (&mut buf).into(), range.len());
+            let mut buf = zeros(&*self.kernels, range.len());
             let inside = |p: &Part<_>| range.start <= p.range.start && p.range.end <= range.end;
             for part in self.open.extract_if(.., |p| inside(p)) {
-                buf[part.range.start - range.start..][..part.buf.len()].copy_from_slice(&part.buf);
+                let to = PartMut { buf: &mut buf, start: part.range.start - range.start };
+                self.kernels.copy((&part.buf).into(), to, part.buf.len());
             }
             self.open.push(Part { range, buf });
+            self.most = self.most.max(self.open.iter().map(|p| p.range.len()).sum());
         }
     }
 
-    fn start(&self, unit: usize, buf: &[T], at: &Runs) -> Result<Promise<Buffer<T>>, GroupError> {
+    /// What is dealt out of a unit, in pieces that are not too long.
+    fn pieces(&self, unit: usize) -> Vec<Vec<Range<usize>>> {
+        let Some((_, members)) = &self.group else { return vec![] };
+        pieces(members, &self.plain[unit], PIECE_BYTES / size_of::<K::Real>())
+    }
+
+    fn start(
+        &self,
+        ranges: &[Range<usize>],
+        buf: &K::Buf,
+        at: &Runs,
+    ) -> Result<Promise<Buffer<K::Real>>, GroupError> {
         let (group, members) = self.group.as_ref().expect("who is alone sums nothing up");
-        let ranges = &self.plain[unit];
+        let read = |at: Range<usize>| self.kernels.reals(BufSlice { buf, start: at.start }, at.len());
         let (what, packed) = match self.fixed_order {
-            false => (What::ReduceScatter(counts_of(members, ranges)), pack(buf, at, members, ranges)),
+            false => (What::ReduceScatter(counts_of(members, ranges)), pack(read, at, members, ranges)),
             true => {
                 let all = [Runs::new(ranges.iter().cloned())];
                 let counts = vec![all[0].len() as u64; members.len()];
-                (What::AllGather(counts), pack(buf, at, &all, ranges))
+                (What::AllGather(counts), pack(read, at, &all, ranges))
             }
         };
         let promise = self.calls.start(*group, what, &packed, Urgency::Later);
@@ -207,6 +260,12 @@ fn outside(runs: &Runs, run: &Range<usize>) -> Vec<Range<usize>> {
     rest.push(at..run.end);
     rest.retain(|r| !r.is_empty());
     rest
+}
+
+fn zeros<K: Kernels>(kernels: &K, len: usize) -> K::Buf {
+    let mut buf = kernels.wide(len);
+    kernels.fill(K::Real::ZERO, (&mut buf).into(), len);
+    buf
 }
 
 fn add_to<T: Scalar>(to: &mut [T], from: &[T]) {

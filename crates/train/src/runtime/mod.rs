@@ -12,6 +12,7 @@ mod calls;
 mod direct;
 mod feed;
 mod grads;
+mod lists;
 mod params;
 mod passes;
 mod runs;
@@ -20,12 +21,13 @@ mod times;
 mod update;
 mod wired;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crossmesh_comm::buffer::{RankBuffers, Sharing};
 use crossmesh_comm::clock::Monotonic;
-use crossmesh_comm::collectives::{CallError, Collectives, Element, GroupId};
+use crossmesh_comm::collectives::{CallError, Collectives, GroupId};
 use crossmesh_comm::device::Worker;
 use crossmesh_comm::engine::{Engine, EngineOptions, JobReport};
 use crossmesh_comm::error::CommError;
@@ -37,26 +39,31 @@ use crossmesh_core::id::{DeviceId, Rank, StageId};
 
 pub use direct::Direct;
 pub use feed::{Ahead, Column, Feed, Samples};
+pub use lists::step_lists;
 pub use passes::PassFailure;
-pub use threads::in_threads;
+pub use threads::{in_threads, in_threads_on};
 
 use crate::chain::{Chain, Model, Setup};
 use crate::deal::Share;
 use crate::graph::Mode;
 use crate::group::{Alone, Group};
 use crate::job::{Job, JobError};
-use crate::kernels::cpu::{Cpu, HostBuf};
-use crate::kernels::scalar::Scalar;
+use crate::kernels::{Buffer as _, Kernels, PartMut};
 use crate::optim::Optimizer;
 use crate::parameter::Parameter;
 use crate::record::{Peak, StepRecord};
 use crate::stage::Stage as _;
 use crate::stage_rank::G;
+use crate::strands::{Baton, Turn};
+use crate::tier::{Tier, TierError};
 use crate::wiring::{Wiring, setup};
 use calls::{Calls, Desk, Urgency};
+pub(crate) use calls::{add_waited, take_waited};
+use params::Params;
+pub use params::most_fetched;
 use passes::{Passes, RankStage};
 use update::{Groups, Update};
-use wired::Wired;
+use wired::{Called, Wired};
 
 /// Links to other ranks.
 pub type Links = Vec<(Rank, Box<dyn Link>)>;
@@ -67,8 +74,6 @@ pub struct TrainerOptions {
     pub engine: EngineOptions,
     /// Whether peers on the host can map memory.
     pub sharing: Sharing,
-    /// Threads that compute.
-    pub threads: usize,
 }
 
 /// Training that came to an early end.
@@ -81,6 +86,8 @@ pub enum TrainError {
     Call(CallError),
     #[error(transparent)]
     Job(#[from] JobError),
+    #[error(transparent)]
+    Tier(#[from] TierError),
     #[error("{rank} has no part in the job")]
     NoPart { rank: Rank },
     #[error("a rank's thread panicked")]
@@ -97,13 +104,13 @@ impl From<CallError> for TrainError {
 }
 
 /// See the module. What waits for replies ends when `desk` is dropped, so it comes first.
-pub struct Trainer<T: Scalar> {
+pub struct Trainer<K: Kernels> {
     desk: Desk,
     comm: Collectives,
     me: Rank,
     wiring: Arc<Wiring>,
     buffers: Arc<StepBuffers>,
-    passes: Arc<Mutex<Passes<T>>>,
+    passes: Arc<Mutex<Passes<K>>>,
     step: u64,
     /// How often the program was run.
     turns: u64,
@@ -112,14 +119,55 @@ pub struct Trainer<T: Scalar> {
 }
 
 /// A stage of a rank, between two steps.
-pub struct StageState<'a, T: Scalar> {
+pub struct StageState<'a, K: Kernels> {
     pub stage: StageId,
     pub parameters: &'a [Parameter],
     pub coord: &'a [u32],
-    /// What this rank keeps of the parameters.
-    pub params: &'a mut HostBuf<T>,
-    pub share: &'a Share,
-    pub optimizer: &'a mut Optimizer<HostBuf<T>>,
+    kernels: &'a K,
+    params: &'a mut Params<K>,
+    pub optimizer: &'a mut Optimizer<K::Buf>,
+}
+
+impl<K: Kernels> StageState<'_, K> {
+    /// What this rank keeps of the weights that passes use.
+    pub fn params(&self) -> Vec<K::Real> {
+        self.kernels.download(&self.params.kept)
+    }
+
+    /// Of which part of the flat buffer that is.
+    pub fn share(&self) -> &Share {
+        &self.params.share
+    }
+
+    /// The weights that are worth saving, and of which part of the flat buffer they are: what others are rounded from, where they are.
+    pub fn weights(&self) -> (Cow<'_, [K::Real]>, &Share) {
+        let (buf, share) = match self.optimizer.masters() {
+            Some(masters) => (masters, self.optimizer.share()),
+            None => (&self.params.kept, &self.params.share),
+        };
+        (self.kernels.reals(buf.into(), buf.len()), share)
+    }
+
+    /// What the optimizer remembers, in the order of its names.
+    pub fn moments(&self) -> Vec<Cow<'_, [K::Real]>> {
+        let moments = self.optimizer.moments().iter();
+        moments.map(|buf| self.kernels.reals(buf.into(), buf.len())).collect()
+    }
+
+    /// Goes on from other weights, all of [`StageState::share`], as if this many steps had been done; and from other moments, if they are known.
+    pub fn replace(&mut self, weights: &[K::Real], steps: u64, moments: Option<&[Vec<K::Real>]>) {
+        self.params.kept = self.kernels.upload(weights);
+        let (kept, runs) = (&self.params.share.runs, self.optimizer.share().runs.clone());
+        if let Some(masters) = self.optimizer.masters_mut() {
+            for (run, start) in runs.iter() {
+                self.kernels.put_reals(&weights[kept.at(&run)], PartMut { buf: &mut *masters, start });
+            }
+        }
+        let to = self.optimizer.resume(steps);
+        for (to, from) in to.iter_mut().zip(moments.unwrap_or_default()) {
+            self.kernels.put_reals(from, to.into());
+        }
+    }
 }
 
 /// Elements that a rank keeps between two steps.
@@ -129,12 +177,27 @@ pub struct Kept {
     pub gradients: usize,
     /// All moments of the optimizer.
     pub states: usize,
+    /// What parameters are rounded from, where they are.
+    pub masters: usize,
+    /// The most that passes held beside it so far: weights that were fetched, and gradients on their way out, of a stage.
+    pub fetched: usize,
+    pub opened: usize,
 }
 
-impl<T: Scalar + Element> Trainer<T> {
+impl Kept {
+    /// With these kernels.
+    pub fn bytes<K: Kernels>(&self) -> usize {
+        let reals = self.gradients + self.states + self.masters;
+        self.parameters * size_of::<K::Elem>() + reals * size_of::<K::Real>()
+    }
+}
+
+impl<K: Kernels> Trainer<K> {
     /// Sets a rank up, with the weights of the first step. `links` leads to all other ranks of the job.
+    #[expect(clippy::too_many_arguments, reason = "what every rank shares, and what makes it this one")]
     pub fn new(
-        model: &dyn Model<Cpu<T>>,
+        kernels: Arc<K>,
+        model: &dyn Model<K>,
         job: &Arc<Job>,
         wiring: &Arc<Wiring>,
         feed: Arc<dyn Feed>,
@@ -151,9 +214,9 @@ impl<T: Scalar + Element> Trainer<T> {
         let buffers = Arc::new(StepBuffers::allocate(step, lowered, me, options.sharing)?);
         let tied = tied_buffers(wiring, me, options.sharing)?;
         let (waker, allocator) = (comm.engine_ref().waker(), comm.allocator());
-        let kernels = Arc::new(Cpu::new(options.threads));
         let (calls, desk) = Calls::new(waker.clone(), allocator);
-        let seat = Seat { model, job, wiring, device, position, calls, groups, kernels };
+        let tier = job.offload.as_deref().map(Tier::open).transpose()?.map(Arc::new);
+        let seat = Seat { model, job, wiring, device, position, calls, groups, kernels, tier };
         let passes = Arc::new(Mutex::new(seat.passes(feed, &buffers, tied)?));
         let (shared, parts) = (Arc::clone(&passes), wiring.lowered.parts.clone());
         let compute =
@@ -197,7 +260,7 @@ impl<T: Scalar + Element> Trainer<T> {
         let mut passes = lock(&self.passes);
         let waited = std::mem::take(&mut passes.waited);
         let outcome = passes.update.outcome;
-        let peak = |stage: &RankStage<T>| {
+        let peak = |stage: &RankStage<K>| {
             let live = stage.chain.live();
             Peak { stage: stage.id.0, microbatches: live.peak_microbatches, bytes: live.peak_bytes }
         };
@@ -212,7 +275,7 @@ impl<T: Scalar + Element> Trainer<T> {
             bytes_received: now.1 - sent.1,
             activation_bytes: std::mem::take(&mut passes.peak_bytes),
             peaks: passes.stages.values().map(peak).collect(),
-            passes: times::spans(&self.wiring.lowered, self.me, &report),
+            passes: times::spans(&self.wiring.lowered, self.me, &report, &waited),
         };
         self.step += 1;
         self.samples += passes.job.batch();
@@ -251,14 +314,13 @@ impl<T: Scalar + Element> Trainer<T> {
     }
 
     /// Calls `f` with every stage of this rank, in model order: to save it, or to go on from what was saved.
-    pub fn each_stage<E>(&mut self, mut f: impl FnMut(StageState<'_, T>) -> Result<(), E>) -> Result<(), E> {
+    pub fn each_stage<E>(&mut self, mut f: impl FnMut(StageState<'_, K>) -> Result<(), E>) -> Result<(), E> {
         let mut passes = lock(&self.passes);
-        let Passes { stages, update, .. } = &mut *passes;
+        let Passes { stages, update, kernels, .. } = &mut *passes;
         for (id, RankStage { setup, chain, params, .. }) in stages {
             let optimizer = update.optimizer_mut(*id).expect("every stage has an optimizer");
             let (parameters, coord) = (chain.parameters(), setup.place.coord());
-            let (params, share) = (&mut params.kept, &params.share);
-            f(StageState { stage: *id, parameters, coord, params, share, optimizer })?;
+            f(StageState { stage: *id, parameters, coord, kernels: &**kernels, params, optimizer })?;
         }
         Ok(())
     }
@@ -272,7 +334,10 @@ impl<T: Scalar + Element> Trainer<T> {
             let optimizer = update.optimizer_mut(*id).expect("every stage has an optimizer");
             kept.parameters += stage.params.kept.len();
             kept.gradients += stage.grads.kept.len();
+            kept.fetched = kept.fetched.max(stage.params.fetched());
+            kept.opened = kept.opened.max(stage.grads.opened());
             kept.states += optimizer.moments().iter().map(|m| m.len()).sum::<usize>();
+            kept.masters += optimizer.masters().map_or(0, |m| m.len());
         }
         kept
     }
@@ -301,24 +366,25 @@ impl<T: Scalar + Element> Trainer<T> {
 }
 
 /// Where a rank sits, while its stages are made.
-struct Seat<'a, T: Scalar> {
-    model: &'a dyn Model<Cpu<T>>,
+struct Seat<'a, K: Kernels> {
+    model: &'a dyn Model<K>,
     job: &'a Arc<Job>,
     wiring: &'a Arc<Wiring>,
     device: DeviceId,
     position: usize,
     calls: Calls,
     groups: Groups,
-    kernels: Arc<Cpu<T>>,
+    kernels: Arc<K>,
+    tier: Option<Arc<Tier>>,
 }
 
-impl<T: Scalar + Element> Seat<'_, T> {
+impl<K: Kernels> Seat<'_, K> {
     fn passes(
         self,
         feed: Arc<dyn Feed>,
         buffers: &Arc<StepBuffers>,
         tied: Option<(Arc<Wiring>, RankBuffers)>,
-    ) -> Result<Passes<T>, TrainError> {
+    ) -> Result<Passes<K>, TrainError> {
         let place = self.job.place(self.device, self.position).map_err(JobError::from)?;
         let names: Vec<&str> = self.wiring.tied.iter().map(|t| t.name.as_str()).collect();
         let calls = self.calls.clone();
@@ -334,16 +400,29 @@ impl<T: Scalar + Element> Seat<'_, T> {
         Ok(Passes::new(job, wiring, self.kernels, stages, update, Arc::clone(buffers), feed))
     }
 
-    fn stage(&self, id: StageId) -> Result<(Setup, Chain<Cpu<T>>), TrainError> {
+    fn stage(&self, id: StageId) -> Result<(Setup, Chain<K>), TrainError> {
         let setup = setup(self.job, id, self.position)?;
         let tp = setup.place.tp();
-        let group: Arc<dyn Group<HostBuf<T>>> = match self.groups.tp {
-            None => Arc::new(Alone),
-            Some(group) => Arc::new(Wired { calls: self.calls.clone(), group, rank: tp.rank, size: tp.size }),
+        let group = |turn: Option<Turn>| -> Arc<dyn Group<K::Buf>> {
+            let Some(group) = self.groups.tp else { return Arc::new(Alone) };
+            let channel = Called { calls: self.calls.clone(), group, rank: tp.rank, size: tp.size, turn };
+            Arc::new(Wired { kernels: Arc::clone(&self.kernels), channel })
         };
         let units = self.job.stages[id.index()].clone();
         let kernels = Arc::clone(&self.kernels);
-        let chain = Chain::new(self.model, units, kernels, group, setup.clone()).map_err(JobError::from)?;
+        let chain = Chain::new(self.model, units.clone(), kernels, group(None), setup.clone());
+        let chain = chain.map_err(JobError::from)?;
+        let chain = match &self.tier {
+            Some(tier) => chain.offloaded_to(Arc::clone(tier)),
+            None => chain,
+        };
+        let chain = match setup.strands {
+            2 => {
+                let strands = Baton::pair().map(|turn| (group(Some(turn.clone())), turn));
+                chain.in_strands(self.model, units, strands).map_err(JobError::from)?
+            }
+            _ => chain,
+        };
         Ok((setup, chain))
     }
 }

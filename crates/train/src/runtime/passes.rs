@@ -25,36 +25,35 @@ use crate::data::Split;
 use crate::flat::{Buckets, FlatMut, Gradients};
 use crate::graph::Mode;
 use crate::job::Job;
-use crate::kernels::Kernels as _;
-use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
+use crate::kernels::{Buffer as _, Kernels};
 use crate::stage::{Microbatch, MicrobatchId, Port, Role, Stage, StageError, Value};
 use crate::stage_rank::shard_dims;
 use crate::wiring::{End, Wiring};
 
 /// A stage of this rank.
-pub struct RankStage<T: Scalar> {
+pub struct RankStage<K: Kernels> {
     pub id: StageId,
     pub setup: Setup,
-    pub chain: Chain<Cpu<T>>,
-    pub params: Params<T>,
-    pub grads: Grads<T>,
+    pub chain: Chain<K>,
+    pub params: Params<K>,
+    pub grads: Grads<K>,
     /// Microbatches whose gradients are complete.
     pub done: u32,
 }
 
 /// See the module.
-pub struct Passes<T: Scalar> {
+pub struct Passes<K: Kernels> {
     pub job: Arc<Job>,
     pub wiring: Arc<Wiring>,
-    pub kernels: Arc<Cpu<T>>,
+    pub kernels: Arc<K>,
     /// By stage, in model order.
-    pub stages: BTreeMap<StageId, RankStage<T>>,
-    pub update: Update<T>,
+    pub stages: BTreeMap<StageId, RankStage<K>>,
+    pub update: Update<K>,
     buffers: Arc<StepBuffers>,
     feed: Arc<dyn Feed>,
     /// What one stage of this rank made for another, by edge.
-    here: BTreeMap<(usize, Direction, Id), HostBuf<T>>,
+    here: BTreeMap<(usize, Direction, Id), K::Buf>,
     /// What stages remember that is kept elsewhere.
     away: BTreeMap<(StageId, Id), Away>,
     /// Whether passes learn, or only look.
@@ -71,17 +70,17 @@ pub struct Passes<T: Scalar> {
 }
 
 /// Gradients on their way out of W: those of the last microbatch are complete.
-struct Summing<'a, T: Scalar> {
+struct Summing<'a, K: Kernels> {
     id: StageId,
     is_last: bool,
-    update: &'a mut Update<T>,
-    grads: &'a mut Grads<T>,
+    update: &'a mut Update<K>,
+    grads: &'a mut Grads<K>,
     buckets: Buckets,
     failure: Option<PassFailure>,
 }
 
-impl<T: Scalar + Element> Gradients<HostBuf<T>> for Summing<'_, T> {
-    fn open(&mut self, unit: usize) -> FlatMut<'_, HostBuf<T>> {
+impl<K: Kernels> Gradients<K::Buf> for Summing<'_, K> {
+    fn open(&mut self, unit: usize) -> FlatMut<'_, K::Buf> {
         self.grads.open(unit)
     }
 
@@ -104,23 +103,25 @@ struct Away {
 }
 
 /// How long a rank stood still inside its passes, in seconds.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Waited {
     pub passes: f64,
     /// In the optimizer's.
     pub update: f64,
+    /// In each.
+    pub by_pass: Vec<(Pass, f64)>,
 }
 
 /// Why a pass ended early.
 pub type PassFailure = Box<dyn std::error::Error + Send + Sync>;
 
-impl<T: Scalar + Element> Passes<T> {
+impl<K: Kernels> Passes<K> {
     pub fn new(
         job: Arc<Job>,
         wiring: Arc<Wiring>,
-        kernels: Arc<Cpu<T>>,
-        stages: Vec<RankStage<T>>,
-        update: Update<T>,
+        kernels: Arc<K>,
+        stages: Vec<RankStage<K>>,
+        update: Update<K>,
         buffers: Arc<StepBuffers>,
         feed: Arc<dyn Feed>,
     ) -> Self {
@@ -145,9 +146,10 @@ impl<T: Scalar + Element> Passes<T> {
     }
 
     pub fn run(&mut self, pass: Pass) -> Result<(), PassFailure> {
-        let result = self.compute(pass);
+        let result = self.compute(pass).and_then(|()| self.kernels.finish());
         self.look();
         let waited = take_waited().as_secs_f64();
+        self.waited.by_pass.push((pass, waited));
         match pass.kind {
             PassKind::Optimizer => self.waited.update += waited,
             _ => self.waited.passes += waited,
@@ -247,7 +249,9 @@ impl<T: Scalar + Element> Passes<T> {
             match value {
                 Value::Real(buf) => self.hand_over(*end, Direction::Forward, microbatch, buf),
                 Value::Loss(loss) => self.loss += loss,
-                Value::Ids(_) => return Err("ids do not leave a stage".into()),
+                Value::Ids(_) | Value::Coming(_) => {
+                    return Err("only numbers that are there leave a stage".into());
+                }
             }
         }
         Ok(())
@@ -259,7 +263,7 @@ impl<T: Scalar + Element> Passes<T> {
         port: usize,
         end: End,
         microbatch: Id,
-    ) -> Result<Value<HostBuf<T>>, PassFailure> {
+    ) -> Result<Value<K::Buf>, PassFailure> {
         match end {
             End::Data => self.data(stage, port, microbatch),
             _ => {
@@ -271,7 +275,7 @@ impl<T: Scalar + Element> Passes<T> {
         }
     }
 
-    fn data(&self, stage: StageId, port: usize, microbatch: Id) -> Result<Value<HostBuf<T>>, PassFailure> {
+    fn data(&self, stage: StageId, port: usize, microbatch: Id) -> Result<Value<K::Buf>, PassFailure> {
         let RankStage { chain, setup, .. } = &self.stages[&stage];
         let (port, own) = (&chain.inputs()[port], setup.own_samples());
         let first = self.first_sample + u64::from(microbatch.0) * self.job.samples as u64;
@@ -283,9 +287,8 @@ impl<T: Scalar + Element> Passes<T> {
         Ok(match self.feed.read(&port.name, samples, split)? {
             Column::Ids(ids) => Value::Ids(ids),
             Column::Real(values) => {
-                let mut buf = self.kernels.buffer(values.len());
-                buf.iter_mut().zip(values).for_each(|(to, from)| *to = T::from_f64(from));
-                Value::Real(buf)
+                let values: Vec<K::Real> = values.into_iter().map(K::Real::from_f64).collect();
+                Value::Real(self.kernels.upload(&values))
             }
         })
     }
@@ -334,20 +337,21 @@ impl<T: Scalar + Element> Passes<T> {
         direction: Direction,
         microbatch: Id,
         len: usize,
-    ) -> Result<HostBuf<T>, PassFailure> {
+    ) -> Result<K::Buf, PassFailure> {
         match end {
             End::Here { edge } => {
                 let key = (edge, direction, microbatch);
                 Ok(self.here.remove(&key).ok_or("a stage of this rank has not made its tensor yet")?)
             }
             End::Crossing { .. } if self.job.signal => {
-                let mut buf = self.kernels.buffer(len);
-                buf.iter_mut().enumerate().for_each(|(i, x)| *x = T::from_f64((i % 7) as f64 * 0.1 - 0.3));
-                Ok(buf)
+                let some = |i: usize| K::Real::from_f64((i % 7) as f64 * 0.1 - 0.3);
+                Ok(self.kernels.upload(&(0..len).map(some).collect::<Vec<_>>()))
             }
             End::Crossing { crossing, tensor } => {
+                let mut shard = vec![K::Elem::default(); len];
+                self.receive(Slot { crossing, direction, tensor, microbatch }, &mut shard);
                 let mut buf = self.kernels.buffer(len);
-                self.receive(Slot { crossing, direction, tensor, microbatch }, &mut buf);
+                self.kernels.put_elems(&shard, (&mut buf).into());
                 Ok(buf)
             }
             End::Data | End::Loss => Err("nobody makes data and losses".into()),
@@ -368,14 +372,15 @@ impl<T: Scalar + Element> Passes<T> {
         unsafe { self.buffers.read(slot, shard) }
     }
 
-    fn hand_over(&mut self, end: End, direction: Direction, microbatch: Id, buf: HostBuf<T>) {
+    fn hand_over(&mut self, end: End, direction: Direction, microbatch: Id, buf: K::Buf) {
         match end {
             End::Here { edge } => drop(self.here.insert((edge, direction, microbatch), buf)),
             End::Crossing { crossing, tensor } if self.job.signal => {
                 self.send(Slot { crossing, direction, tensor, microbatch }, &[1u8]);
             }
             End::Crossing { crossing, tensor } => {
-                self.send(Slot { crossing, direction, tensor, microbatch }, &buf);
+                let shard = self.kernels.elems((&buf).into(), buf.len());
+                self.send(Slot { crossing, direction, tensor, microbatch }, &shard);
             }
             End::Data | End::Loss => {}
         }

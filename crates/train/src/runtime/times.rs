@@ -42,12 +42,13 @@ pub fn of(
 }
 
 /// The rank's passes, and when they ran.
-pub fn spans(lowered: &StepProgram, me: Rank, report: &JobReport) -> Vec<PassSpan> {
+pub fn spans(lowered: &StepProgram, me: Rank, report: &JobReport, waited: &Waited) -> Vec<PassSpan> {
     let ops = lowered.program.ranks[me.index()].ops.iter().zip(&report.ops);
     let span = |(op, span): (&crossmesh_core::program::Op, &OpSpan)| match op.kind {
         OpKind::Compute { pass, .. } => {
-            let pass = lowered.parts[pass as usize].pass.to_string();
-            Some(PassSpan { pass, start: span.start_s, end: span.end_s })
+            let pass = lowered.parts[pass as usize].pass;
+            let waited = waited.by_pass.iter().find(|(of, _)| *of == pass).map_or(0.0, |(_, s)| *s);
+            Some(PassSpan { pass: pass.to_string(), start: span.start_s, end: span.end_s, waited })
         }
         _ => None,
     };

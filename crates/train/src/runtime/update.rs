@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use crossmesh_comm::buffer::RankBuffers;
-use crossmesh_comm::collectives::{Buffer, CallError, Collectives, Element, GroupId, Reduction};
+use crossmesh_comm::collectives::{Buffer, CallError, Collectives, GroupId, Reduction};
 use crossmesh_comm::engine::{Handle, JobSpec};
 use crossmesh_core::id::StageId;
 
@@ -29,13 +29,13 @@ use super::runs::{copy_all, counts_of, pack};
 use crate::deal::{Deal, Runs, Share};
 use crate::flat::Buckets;
 use crate::job::Update as Rule;
-use crate::kernels::Kernels as _;
-use crate::kernels::cpu::{Cpu, HostBuf};
 use crate::kernels::scalar::Scalar;
-use crate::optim::{Optimizer, StepNumbers, clip_scale, is_split_over_tp, norm_piece};
+use crate::kernels::{BufSlice, Buffer as _, Kernels, PartMut};
+use crate::optim::{Optimizer, StepNumbers, clip_scale, norm_piece};
 use crate::parameter::{Parameter, initial_runs};
 use crate::stage::Stage as _;
 use crate::stage_rank::StageRank;
+use crate::sums::{Kind, Sums, Ways, longest_piece};
 use crate::wiring::Wiring;
 
 /// The groups a rank is in; none where it would be alone.
@@ -58,21 +58,6 @@ impl Groups {
     }
 }
 
-/// How a parameter's gradient is summed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    /// Over the data axes; a part is enough where states are dealt out.
-    Plain,
-    /// Over the data axes, and all of it is needed.
-    Tied,
-    /// Over all ranks of the mesh.
-    Partial,
-    /// Over `dp` and the ranks along `tp` that share it.
-    Shared,
-    /// The same on all ranks along `tp`: over the mesh, where the first one's counts.
-    Replica,
-}
-
 /// Where a sum goes when it is there.
 enum Target {
     Run(Range<usize>),
@@ -89,9 +74,8 @@ struct Between {
 }
 
 /// What becomes of a stage's gradients.
-struct StageUpdate<T> {
-    parameters: Vec<Parameter>,
-    kinds: Vec<Kind>,
+struct StageUpdate<K: Kernels> {
+    sums: Sums,
     /// This rank's part over all data axes, which it counts in a norm.
     own: Runs,
     /// From the gradients that are kept to those that states are kept of; and the ranks among which these are summed then.
@@ -99,20 +83,20 @@ struct StageUpdate<T> {
     rest: Option<GroupId>,
     /// From the parameters that were updated to those that are kept.
     gather: Option<Between>,
-    optimizer: Optimizer<HostBuf<T>>,
+    optimizer: Optimizer<K::Buf>,
     /// Complete, and not yet under way.
     ready: Range<usize>,
     packed: Vec<(Kind, Range<usize>)>,
-    under_way: Vec<(Target, Promise<Buffer<T>>)>,
+    under_way: Vec<(Target, Promise<Buffer<K::Real>>)>,
 }
 
 /// See the module.
-pub struct Update<T> {
+pub struct Update<K: Kernels> {
     place: StageRank,
     rule: Rule,
     calls: Calls,
     groups: Groups,
-    stages: BTreeMap<StageId, StageUpdate<T>>,
+    stages: BTreeMap<StageId, StageUpdate<K>>,
     exchange: Option<TiedBuffers>,
     /// What the last step came to.
     pub outcome: Outcome,
@@ -141,7 +125,10 @@ impl Outcome {
     }
 }
 
-impl<T: Scalar + Element> Update<T> {
+/// What other ranks' stages have for tied weights, by weight and stage.
+type Theirs<R> = BTreeMap<(usize, StageId), Vec<R>>;
+
+impl<K: Kernels> Update<K> {
     pub fn new(
         rule: Rule,
         place: StageRank,
@@ -157,62 +144,48 @@ impl<T: Scalar + Element> Update<T> {
     /// Adds a stage, with its first weights and an optimizer that starts from nothing.
     pub fn add_stage(
         &mut self,
-        kernels: &Arc<Cpu<T>>,
+        kernels: &Arc<K>,
         stage: StageId,
         (parameters, buckets): (&[Parameter], &Buckets),
         tied: &[&str],
         seed: u64,
-    ) -> (Params<T>, Grads<T>) {
-        let several = self.place.tp().size > 1 && self.place.dp().size > 1;
-        let kind = |p: &Parameter| {
-            let partial = p.grad.partial().map(|partial| partial.axes.clone()).unwrap_or_default();
-            let over_tp = partial.iter().any(|axis| !self.place.data_axes().contains(axis));
-            match (over_tp, tied.contains(&p.name.as_str())) {
-                (true, _) if is_split_over_tp(p) => Kind::Shared,
-                (true, _) => Kind::Partial,
-                (false, true) => Kind::Tied,
-                (false, false) if several && !is_split_over_tp(p) => Kind::Replica,
-                (false, false) => Kind::Plain,
-            }
-        };
-        let kinds: Vec<Kind> = parameters.iter().map(kind).collect();
+    ) -> (Params<K>, Grads<K>) {
+        let sums = Sums::new(&self.place, parameters, tied);
         let deal = Deal::new(self.place.clone(), &buckets.starts);
-        let dealt = &self.rule.dealt;
-        let [p, g, o] =
-            [&dealt.parameters, &dealt.gradients, &dealt.states].map(|over| over.axes(&self.place));
-        let data = self.place.data_axes();
-        let without = |axes: &[usize], others: &[usize]| -> Vec<usize> {
-            axes.iter().copied().filter(|axis| !others.contains(axis)).collect()
-        };
+        let Ways { parameters: p, gradients: g, states: o, data, summed, scatter, rest, gather } =
+            Ways::new(&self.rule, &self.place);
         let between = |axes: Vec<usize>, dealt: &[usize]| {
             let group = self.groups.along(&self.place, &axes)?;
             Some(Between { group, members: deal.shares(&axes, dealt) })
         };
-        let summed = if self.rule.fixed_order { data.clone() } else { g.clone() };
         let states = deal.share(&o);
-        let optimizer = Optimizer::new(&**kernels, self.rule.optimizer, parameters, states);
+        let mut optimizer = Optimizer::new(&**kernels, self.rule.optimizer, parameters, states);
+        let runs = optimizer.share().runs.clone();
+        if let Some(masters) = optimizer.masters_mut() {
+            let first = initial_runs::<K::Real>(parameters, self.place.coord(), seed, &runs);
+            kernels.put_reals(&first, masters.into());
+        }
         let len = parameters.last().map_or(0, |p| p.range.end);
         let update = StageUpdate {
             own: deal.share(&data).runs,
-            scatter: between(without(&without(&o, &g), if self.rule.fixed_order { &data } else { &[] }), &o),
-            rest: self.groups.along(&self.place, &without(&without(&data, &o), &summed)),
-            gather: between(without(&o, &p), &o),
-            parameters: parameters.to_vec(),
+            scatter: between(scatter, &o),
+            rest: self.groups.along(&self.place, &rest),
+            gather: between(gather, &o),
+            sums,
             optimizer,
             ready: len..len,
             packed: vec![],
             under_way: vec![],
-            kinds,
         };
         let params = self.params(kernels, &deal, &p, (parameters, buckets), seed);
         let grads = match g.is_empty() && !self.rule.fixed_order {
-            true => Grads::whole(len),
+            true => Grads::whole(kernels, len),
             false => {
-                let share = Share { runs: update.kept_gradients(&deal.share(&g).runs), axes: g.clone() };
+                let share = Share { runs: update.sums.kept(&deal.share(&g).runs), axes: g.clone() };
                 let group = self.groups.along(&self.place, &summed);
                 let group = group.map(|group| (group, deal.shares(&summed, &g)));
                 let me = self.rank_along(&summed);
-                let plain = (0..buckets.borrowed.len()).map(|unit| update.plain(&buckets.own(unit)));
+                let plain = (0..buckets.borrowed.len()).map(|unit| update.sums.plain(&buckets.own(unit)));
                 let (calls, kernels) = (self.calls.clone(), Arc::clone(kernels));
                 let fixed = self.rule.fixed_order;
                 Grads::dealt(
@@ -228,14 +201,15 @@ impl<T: Scalar + Element> Update<T> {
     /// The first weights that this rank keeps.
     fn params(
         &self,
-        kernels: &Arc<Cpu<T>>,
+        kernels: &Arc<K>,
         deal: &Deal,
         axes: &[usize],
         (parameters, buckets): (&[Parameter], &Buckets),
         seed: u64,
-    ) -> Params<T> {
+    ) -> Params<K> {
         let share = deal.share(axes);
-        let kept = initial_runs::<T>(parameters, self.place.coord(), seed, &share.runs).into();
+        let kept = initial_runs::<K::Real>(parameters, self.place.coord(), seed, &share.runs);
+        let kept = kernels.upload(&kept);
         match self.groups.along(&self.place, axes) {
             None => Params::whole(kept),
             Some(group) => {
@@ -251,7 +225,7 @@ impl<T: Scalar + Element> Update<T> {
         others.iter().position(|coord| coord == self.place.coord()).expect("it is one of them")
     }
 
-    pub fn optimizer_mut(&mut self, stage: StageId) -> Option<&mut Optimizer<HostBuf<T>>> {
+    pub fn optimizer_mut(&mut self, stage: StageId) -> Option<&mut Optimizer<K::Buf>> {
         self.stages.get_mut(&stage).map(|s| &mut s.optimizer)
     }
 
@@ -259,13 +233,13 @@ impl<T: Scalar + Element> Update<T> {
     pub fn ready(
         &mut self,
         stage: StageId,
-        grads: &mut Grads<T>,
+        grads: &mut Grads<K>,
         run: Range<usize>,
     ) -> Result<(), PassFailure> {
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
         update.take_what_is_there(grads);
         update.ready.start = update.ready.start.min(run.start);
-        let bytes = (update.ready.len() * size_of::<T>()) as u64;
+        let bytes = (update.ready.len() * size_of::<K::Real>()) as u64;
         match bytes >= self.rule.bucket_bytes {
             true => self.send(stage, grads),
             false => Ok(()),
@@ -273,7 +247,7 @@ impl<T: Scalar + Element> Update<T> {
     }
 
     /// All of them are.
-    pub fn all_ready(&mut self, stage: StageId, grads: &Grads<T>) -> Result<(), PassFailure> {
+    pub fn all_ready(&mut self, stage: StageId, grads: &Grads<K>) -> Result<(), PassFailure> {
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
         update.ready.start = 0;
         self.send(stage, grads)?;
@@ -284,11 +258,11 @@ impl<T: Scalar + Element> Update<T> {
         for (group, runs) in packs {
             let (Some(group), false) = (group, runs.is_empty()) else { continue };
             let counts = self.place.tp().rank == 0;
-            let mut packed: Vec<T> = Vec::new();
+            let mut packed: Vec<K::Real> = Vec::new();
             for (kind, run) in &runs {
                 match *kind == Kind::Replica && !counts {
-                    true => packed.resize(packed.len() + run.len(), T::ZERO),
-                    false => packed.extend_from_slice(&grads.kept[grads.at(run)]),
+                    true => packed.resize(packed.len() + run.len(), K::Real::ZERO),
+                    false => packed.extend_from_slice(&grads.read(run)),
                 }
             }
             let runs = runs.into_iter().map(|(_, run)| run).collect();
@@ -300,14 +274,13 @@ impl<T: Scalar + Element> Update<T> {
     }
 
     /// Starts the sums of what is ready. Where each microbatch's are summed by themselves, only of what is kept whole.
-    fn send(&mut self, stage: StageId, grads: &Grads<T>) -> Result<(), PassFailure> {
+    fn send(&mut self, stage: StageId, grads: &Grads<K>) -> Result<(), PassFailure> {
         let update = self.stages.get_mut(&stage).ok_or("no such stage here")?;
         let ready = std::mem::replace(&mut update.ready, 0..0);
         update.ready = ready.start..ready.start;
         let dp = self.groups.along(&self.place, &self.place.data_axes());
-        let longest = (self.rule.bucket_bytes.max(1) as usize).saturating_mul(MAX_BUCKETS) / size_of::<T>();
-        for (kind, run) in update.runs(&ready).into_iter().flat_map(|(kind, run)| pieces(kind, run, longest))
-        {
+        let longest = longest_piece(&self.rule, size_of::<K::Real>());
+        for (kind, run) in update.sums.pieces(&ready, longest) {
             let (group, what, target) = match (kind, &update.scatter, dp) {
                 (Kind::Partial | Kind::Replica | Kind::Shared, ..) => {
                     update.packed.push((kind, run));
@@ -317,7 +290,7 @@ impl<T: Scalar + Element> Update<T> {
                 (Kind::Plain, ..) if grads.are_summed_each() => continue,
                 (Kind::Plain, Some(Between { group, members }), _) => {
                     let ranges = std::slice::from_ref(&run);
-                    let packed = pack(&grads.kept, &grads.share.runs, members, ranges);
+                    let packed = pack(|at| grads.read_at(at), &grads.share.runs, members, ranges);
                     let what = What::ReduceScatter(counts_of(members, ranges));
                     let promise = self.calls.start(*group, what, &packed, Urgency::Later)?;
                     update.under_way.push((Target::Own(vec![run]), promise));
@@ -325,29 +298,16 @@ impl<T: Scalar + Element> Update<T> {
                 }
                 (_, _, Some(dp)) => (dp, What::AllReduce(Reduction::Sum), Target::Run(run.clone())),
             };
-            let promise = self.calls.start(group, what, &grads.kept[grads.at(&run)], Urgency::Later)?;
+            let promise = self.calls.start(group, what, &grads.read(&run), Urgency::Later)?;
             update.under_way.push((target, promise));
         }
         Ok(())
     }
 }
 
-/// A run is summed in pieces of at most so many buckets, so that what is sent is never much of what there is.
-const MAX_BUCKETS: usize = 4;
-
-/// A run in pieces of `longest` elements at most, from the last to the first. What is needed whole stays whole.
-fn pieces(kind: Kind, run: Range<usize>, longest: usize) -> Vec<(Kind, Range<usize>)> {
-    if kind != Kind::Plain || run.len() <= longest {
-        return vec![(kind, run)];
-    }
-    let count = run.len().div_ceil(longest.max(1));
-    let at = |i: usize| run.start + run.len() * i / count;
-    (0..count).rev().map(|i| (kind, at(i)..at(i + 1))).collect()
-}
-
-impl<T: Scalar + Element> StageUpdate<T> {
+impl<K: Kernels> StageUpdate<K> {
     /// Puts the sums that have arrived where their summands were, which lets go of the memory they came in.
-    fn take_what_is_there(&mut self, grads: &mut Grads<T>) {
+    fn take_what_is_there(&mut self, grads: &mut Grads<K>) {
         for (target, promise) in std::mem::take(&mut self.under_way) {
             match promise.now() {
                 Ok(sums) => target.put(&sums, grads, &self.optimizer.share().runs),
@@ -357,78 +317,32 @@ impl<T: Scalar + Element> StageUpdate<T> {
     }
 
     /// The sums of what this rank keeps states of, where ranks that keep the same have summands of them still.
-    fn sum_rest(&self, calls: &Calls, grads: &mut Grads<T>) -> Result<(), PassFailure> {
+    fn sum_rest(&self, calls: &Calls, grads: &mut Grads<K>) -> Result<(), PassFailure> {
         let Some(rest) = self.rest.filter(|_| self.scatter.is_some() || grads.are_summed_each()) else {
             return Ok(());
         };
         let own = [self.optimizer.share().runs.clone()];
-        let ranges = self.plain(&(0..self.end()));
-        let packed = pack(&grads.kept, &grads.share.runs, &own, &ranges);
+        let ranges = self.sums.plain(&(0..self.sums.end()));
+        let packed = pack(|at| grads.read_at(at), &grads.share.runs, &own, &ranges);
         let sums = calls.start(rest, What::AllReduce(Reduction::Sum), &packed, Urgency::Now)?.wait()?;
-        copy_all(&sums, &own, &ranges, |run, from| {
-            let to = grads.at(&run);
-            grads.kept[to].copy_from_slice(from);
-        });
+        copy_all(&sums, &own, &ranges, |run, from| grads.write(&run, from));
         Ok(())
     }
 }
 
 impl Target {
     /// `own` is what this rank gets of sums that are dealt out.
-    fn put<T: Scalar + Element>(self, sums: &[T], grads: &mut Grads<T>, own: &Runs) {
+    fn put<K: Kernels>(self, sums: &[K::Real], grads: &mut Grads<K>, own: &Runs) {
         let (members, runs) = match self {
             Target::Run(run) => (Runs::one(run.clone()), vec![run]),
             Target::Own(runs) => (own.clone(), runs),
             Target::Packed(runs) => (Runs::whole(usize::MAX), runs),
         };
-        copy_all(sums, &[members], &runs, |run, from| {
-            let to = grads.at(&run);
-            grads.kept[to].copy_from_slice(from);
-        });
+        copy_all(sums, &[members], &runs, |run, from| grads.write(&run, from));
     }
 }
 
-impl<T> StageUpdate<T> {
-    fn end(&self) -> usize {
-        self.parameters.last().map_or(0, |p| p.range.end)
-    }
-
-    /// The runs of a part of the flat buffer whose sums may be dealt out.
-    fn plain(&self, part: &Range<usize>) -> Vec<Range<usize>> {
-        let inside = |p: &&Parameter| part.start <= p.range.start && p.range.end <= part.end;
-        let plain = self.parameters.iter().zip(&self.kinds).filter(|(_, kind)| **kind == Kind::Plain);
-        let ranges = plain.map(|(p, _)| p).filter(inside).map(|p| p.range.clone());
-        Runs::new(ranges).iter().map(|(run, _)| run).collect()
-    }
-
-    /// Of the gradients that are kept of a part of the flat buffer: those that cannot be dealt out are kept whole.
-    fn kept_gradients(&self, dealt: &Runs) -> Runs {
-        let kept = |(p, kind): (&Parameter, &Kind)| -> Vec<Range<usize>> {
-            match kind {
-                Kind::Plain => dealt.within(&p.range).map(|(run, _)| run).collect(),
-                _ => vec![p.range.clone()],
-            }
-        };
-        Runs::new(self.parameters.iter().zip(&self.kinds).flat_map(kept))
-    }
-
-    /// Neighbours of one kind within a run of whole parameters, from the last to the first.
-    fn runs(&self, run: &Range<usize>) -> Vec<(Kind, Range<usize>)> {
-        let mut runs: Vec<(Kind, Range<usize>)> = vec![];
-        let inside = self.parameters.iter().zip(&self.kinds).rev();
-        for (p, kind) in inside.filter(|(p, _)| run.start <= p.range.start && p.range.end <= run.end) {
-            match runs.last_mut() {
-                Some((last, run)) if last == kind && *kind == Kind::Plain && run.start == p.range.end => {
-                    run.start = p.range.start;
-                }
-                _ => runs.push((*kind, p.range.clone())),
-            }
-        }
-        runs
-    }
-}
-
-impl<T: Scalar + Element> Passes<T> {
+impl<K: Kernels> Passes<K> {
     /// The optimizer pass, of all stages of this rank. A step whose loss or norm is not finite changes no weight: all ranks have the same
     /// two numbers, so all of them leave it out.
     pub fn update_weights(&mut self) -> Result<(), PassFailure> {
@@ -448,9 +362,9 @@ impl<T: Scalar + Element> Passes<T> {
                 update.optimizer.step(&*self.kernels, numbers, to, (&grads.kept, &grads.share.runs));
             }
             let len = grads.kept.len();
-            self.kernels.fill(T::ZERO, (&mut grads.kept).into(), len);
+            self.kernels.fill(K::Real::ZERO, (&mut grads.kept).into(), len);
             stage.done = 0;
-            update.ready = update.end()..update.end();
+            update.ready = update.sums.end()..update.sums.end();
         }
         if is_finite { self.gather_weights() } else { Ok(()) }
     }
@@ -462,8 +376,8 @@ impl<T: Scalar + Element> Passes<T> {
             stage.grads.finish()?;
             if let (true, Some(Between { group, members })) = (stage.grads.are_summed_each(), &update.scatter)
             {
-                let (grads, ranges) = (&stage.grads, update.plain(&(0..update.end())));
-                let packed = pack(&grads.kept, &grads.share.runs, members, &ranges);
+                let (grads, ranges) = (&stage.grads, update.sums.plain(&(0..update.sums.end())));
+                let packed = pack(|at| grads.read_at(at), &grads.share.runs, members, &ranges);
                 let what = What::ReduceScatter(counts_of(members, &ranges));
                 let promise = self.update.calls.start(*group, what, &packed, Urgency::Now)?;
                 update.under_way.push((Target::Own(ranges), promise));
@@ -481,16 +395,15 @@ impl<T: Scalar + Element> Passes<T> {
         let wiring = Arc::clone(&self.wiring);
         let theirs = self.exchange_tied()?;
         for (i, tied) in wiring.tied.iter().enumerate() {
-            let mut sum: Option<Vec<T>> = None;
-            let mut add = |summand: &[T]| match &mut sum {
+            let mut sum: Option<Vec<K::Real>> = None;
+            let mut add = |summand: &[K::Real]| match &mut sum {
                 None => sum = Some(summand.to_vec()),
                 Some(sum) => sum.iter_mut().zip(summand).for_each(|(to, from)| *to += *from),
             };
             for stage in &tied.stages {
                 match (self.stages.get(stage), theirs.get(&(i, *stage))) {
                     (Some(own), _) => {
-                        let range = own.grads.at(&range_of(own.chain.parameters(), &tied.name));
-                        add(&own.grads.kept[range]);
+                        add(&own.grads.read(&range_of(own.chain.parameters(), &tied.name)));
                     }
                     (None, Some(theirs)) => add(theirs),
                     (None, None) => {}
@@ -498,22 +411,21 @@ impl<T: Scalar + Element> Passes<T> {
             }
             let Some(sum) = sum else { continue };
             for (_, stage) in self.stages.iter_mut().filter(|(id, _)| tied.stages.contains(id)) {
-                let range = stage.grads.at(&range_of(stage.chain.parameters(), &tied.name));
-                stage.grads.kept[range].copy_from_slice(&sum);
+                stage.grads.write(&range_of(stage.chain.parameters(), &tied.name), &sum);
             }
         }
         Ok(())
     }
 
     /// What stages of other ranks have for the tied weights of ours, by weight and stage.
-    fn exchange_tied(&mut self) -> Result<BTreeMap<(usize, StageId), Vec<T>>, PassFailure> {
+    fn exchange_tied(&mut self) -> Result<Theirs<K::Real>, PassFailure> {
         let Some(tied) = &self.update.exchange else { return Ok(BTreeMap::new()) };
         let Some(exchange) = &tied.wiring.exchange else { return Ok(BTreeMap::new()) };
         let names = &tied.wiring.tied;
         for (way, (weight, from, _)) in exchange.ways.iter().enumerate() {
             if let Some(stage) = self.stages.get(from) {
                 let range = range_of(stage.chain.parameters(), &names[*weight].name);
-                tied.buffers.write_source(way, &stage.grads.kept[stage.grads.at(&range)]);
+                tied.buffers.write_source(way, &stage.grads.read(&range))?;
             }
         }
         let id = 2 * (self.step % 2) as u32 + 1;
@@ -524,7 +436,7 @@ impl<T: Scalar + Element> Passes<T> {
         for (way, (weight, from, to)) in exchange.ways.iter().enumerate() {
             if let Some(stage) = self.stages.get(to) {
                 let range = range_of(stage.chain.parameters(), &names[*weight].name);
-                let mut shard = vec![T::ZERO; range.len()];
+                let mut shard = vec![K::Real::ZERO; range.len()];
                 tied.buffers.read_destination(way, &mut shard);
                 theirs.insert((*weight, *from), shard);
             }
@@ -574,10 +486,13 @@ impl<T: Scalar + Element> Passes<T> {
         for (id, stage) in &self.stages {
             let update = &self.update.stages[id];
             let Some(Between { group, members }) = &update.gather else { continue };
-            let (all, params) = (0..update.end(), &stage.params);
+            let (all, params) = (0..update.sums.end(), &stage.params);
             let ranges = std::slice::from_ref(&all);
             let own = [update.optimizer.share().runs.clone()];
-            let packed = pack(&params.kept, &params.share.runs, &own, ranges);
+            let read = |at: Range<usize>| {
+                self.kernels.elems(BufSlice { buf: &params.kept, start: at.start }, at.len())
+            };
+            let packed = pack(read, &params.share.runs, &own, ranges);
             let what = What::AllGather(counts_of(members, ranges));
             under_way.push((*id, self.update.calls.start(*group, what, &packed, Urgency::Now)?));
         }
@@ -586,9 +501,10 @@ impl<T: Scalar + Element> Passes<T> {
             let update = &self.update.stages[&id];
             let Some(Between { members, .. }) = &update.gather else { continue };
             let params = &mut self.stages.get_mut(&id).ok_or("no such stage here")?.params;
-            let whole = 0..update.end();
+            let whole = 0..update.sums.end();
             copy_all(&all, members, std::slice::from_ref(&whole), |run, from| {
-                params.kept[params.share.runs.at(&run)].copy_from_slice(from);
+                let start = params.share.runs.at(&run).start;
+                self.kernels.put_elems(from, PartMut { buf: &mut params.kept, start });
             });
         }
         Ok(())

@@ -227,7 +227,7 @@ fn what_was_imported_is_exported_as_it_was() {
         assert_eq!(again(&views(&tensors), None), (true, Ok(())));
     }
     let (same, told) = again(&std::fs::read(write_wide(folder.path())).unwrap(), None);
-    assert!(!same && told.unwrap_err().contains("was F64, and is kept as f32"));
+    assert!(!same && told.unwrap_err().contains("was f64, and is kept as f32"));
     // A Llama, its tensors in another order than ours, its header in yet another, and its table twice.
     let llama = GptConfig { tied: true, ..GptConfig::llama((13, 7), 24, 2, (6, 3), 31) };
     let path = saved(&llama, "A{dp:1}", &folder.path().join("llama"));
@@ -265,6 +265,27 @@ fn write_wide(folder: &Path) -> PathBuf {
     file
 }
 
+/// The same weights turned by other angles are another model.
+#[test]
+fn a_llama_with_unknown_rotary_scaling_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let llama = GptConfig::llama((13, 7), 24, 1, (6, 3), 31);
+    let path = saved(&llama, "A{dp:1}", &folder.path().join("llama"));
+    let out = hf::export(&Checkpoint::open(&path).unwrap(), &folder.path().join("out"), None).unwrap();
+    let text = std::fs::read_to_string(&out.config).unwrap();
+    for (i, word) in ["yarn", "linear"].into_iter().enumerate() {
+        let other = text.replace("\"rope_type\": \"default\"", &format!("\"rope_type\": \"{word}\""));
+        assert_ne!(other, text, "{text}");
+        std::fs::write(&out.config, other).unwrap();
+        let empty = store(&folder.path().join(format!("b{i}")), 1);
+        let error = hf::import::<f32>(&out.model, None, &empty).unwrap_err().to_string();
+        let wanted =
+            format!("config.json: rope_parameters.rope_type: the rotary scaling `{word}` is unknown\nhint: ");
+        assert!(error.contains(&wanted), "{error}");
+        assert_eq!(empty.steps().unwrap(), Vec::<u64>::new());
+    }
+}
+
 #[test]
 fn what_is_no_gpt2_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
@@ -287,7 +308,7 @@ fn what_is_no_gpt2_is_refused_by_name() {
     refused(&other, None, "`h.0.attn.rotary` is no tensor of a GPT-2");
     let mut other = good.clone();
     other.insert("ln_f.bias".into(), (Dtype::I32, vec![20], vec![0; 80]));
-    refused(&other, None, "`ln_f.bias` is I32");
+    refused(&other, None, "`ln_f.bias` is i32");
     other.insert("ln_f.bias".into(), (Dtype::F32, vec![4, 5], vec![0; 80]));
     refused(&other, None, "`ln_f.bias` has the shape [4, 5], not [20]");
     refused(&good, Some(r#"{"activation_function": "relu"}"#), "activation_function is \"relu\"");

@@ -11,6 +11,7 @@ use crossmesh_core::layout::Layout;
 use crossmesh_core::mesh::Mesh;
 use crossmesh_train::chain::{Chain, Model, Setup};
 use crossmesh_train::flat::{Buckets, FlatMut, Gradients};
+use crossmesh_train::graph::Policies;
 use crossmesh_train::group::{Counted, Group, Traffic, in_process};
 use crossmesh_train::kernels::cpu::{Cpu, HostBuf};
 use crossmesh_train::parameter::{initial, shard_indices};
@@ -115,7 +116,10 @@ fn ranks(model: &dyn Model<Cpu<f64>>, job: &Job, spec: &StageSpec) -> Vec<RankSt
             place: place.clone(),
             samples: job.samples,
             sequence_parallel: job.sequence_parallel,
+            offloaded: false,
+            strands: 1,
             recompute: job.recompute,
+            policies: Policies::default(),
             seed: SEED,
         };
         let tp: Arc<dyn Group<Buf>> = group.clone();

@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crossmesh_comm::collectives::Element;
 use crossmesh_core::cluster::{Cluster, Host};
 use crossmesh_core::id::Rank;
 use crossmesh_core::reshard::PlanOptions;
@@ -16,7 +15,9 @@ use crossmesh_core::schedule::{Backward, Name, Spec, generate};
 use crossmesh_core::step::PassTimes;
 use crossmesh_train::chain::Model;
 use crossmesh_train::data::Split;
+use crossmesh_train::graph::Policies;
 use crossmesh_train::job::{Dealt, Job, Team, Update};
+use crossmesh_train::kernels::Kernels;
 use crossmesh_train::kernels::cpu::Cpu;
 use crossmesh_train::kernels::scalar::Scalar;
 use crossmesh_train::models::gpt::{Gpt, GptConfig};
@@ -25,7 +26,7 @@ use crossmesh_train::optim::OptimizerConfig;
 use crossmesh_train::optim::schedule::Schedule as Rate;
 use crossmesh_train::parameter::shard_indices;
 use crossmesh_train::record::StepRecord;
-use crossmesh_train::runtime::{Column, Feed, PassFailure, in_threads};
+use crossmesh_train::runtime::{Column, Feed, PassFailure, StageState, TrainError, in_threads_on};
 use crossmesh_train::stage::Recompute;
 
 /// A model of some kind.
@@ -37,6 +38,10 @@ pub enum Kind {
 
 impl Kind {
     pub fn model<T: Scalar>(&self) -> Box<dyn Model<Cpu<T>> + Sync> {
+        self.model_on()
+    }
+
+    pub fn model_on<K: Kernels>(&self) -> Box<dyn Model<K> + Sync> {
         match self {
             Kind::Gpt(config) => Box::new(Gpt::new(config.clone()).unwrap()),
             Kind::Unet(config) => Box::new(Unet::new(config.clone()).unwrap()),
@@ -60,6 +65,9 @@ pub struct Case {
     pub fixed_order: bool,
     pub clip: Option<f64>,
     pub recompute: Recompute,
+    pub policies: Policies,
+    pub offload: Option<std::path::PathBuf>,
+    pub strands: u32,
     pub sequence_parallel: bool,
     pub overlap: bool,
     pub bucket_bytes: u64,
@@ -84,6 +92,9 @@ impl Case {
             fixed_order: false,
             clip: None,
             recompute: Recompute::Nothing,
+            policies: Policies::default(),
+            offload: None,
+            strands: 1,
             sequence_parallel: false,
             overlap: true,
             bucket_bytes: 1 << 10,
@@ -99,6 +110,9 @@ impl Case {
             meshes: vec!["S{dp:1}"],
             dealt: Dealt::default(),
             recompute: Recompute::Nothing,
+            policies: Policies::default(),
+            offload: None,
+            strands: 1,
             sequence_parallel: false,
             overlap: true,
             ..self.clone()
@@ -129,6 +143,9 @@ impl Case {
             cluster: Cluster::of_hosts(hosts),
             samples: self.samples,
             recompute: vec![self.recompute; count],
+            policies: self.policies.clone(),
+            offload: self.offload.clone(),
+            strands: self.strands,
             seed: 11,
             update: Update {
                 dealt: self.dealt.clone(),
@@ -192,18 +209,36 @@ pub struct Outcome {
 }
 
 /// Runs some steps, and puts the weights together. Ranks that hold the same have the same, to the bit.
-pub fn run<T: Scalar + Element>(case: &Case, update: Update, steps: u64) -> Outcome {
-    let (model, job) = (case.kind.model::<T>(), case.job::<T>(update));
-    let ranks = in_threads::<T, _>(&*model, &job, &case.feed(), |trainer| {
-        let records = (0..steps).map(|_| trainer.step()).collect::<Result<Vec<_>, _>>()?;
+pub fn run<T: Scalar>(case: &Case, update: Update, steps: u64) -> Outcome {
+    run_on(|| Cpu::<T>::new(1), case, update, steps, |_| {})
+}
+
+/// The same on other kernels; `look` sees every rank's stages after every step.
+pub fn run_on<K: Kernels>(
+    kernels: impl Fn() -> K + Sync,
+    case: &Case,
+    update: Update,
+    steps: u64,
+    look: impl Fn(&StageState<'_, K>) + Sync,
+) -> Outcome {
+    let (model, job) = (case.kind.model_on::<K>(), case.job::<f32>(update));
+    let ranks = in_threads_on(kernels, &*model, &job, &case.feed(), |trainer| {
+        let mut records = vec![];
+        for _ in 0..steps {
+            records.push(trainer.step()?);
+            trainer.each_stage::<TrainError>(|stage| {
+                look(&stage);
+                Ok(())
+            })?;
+        }
         let mut shards = vec![];
-        trainer.each_stage::<crossmesh_train::runtime::TrainError>(|stage| {
+        trainer.each_stage::<TrainError>(|stage| {
+            let params = stage.params();
             for p in stage.parameters {
                 let size = p.layout.shape().iter().product::<u64>() as usize;
                 let indices = shard_indices(&p.layout, stage.coord);
-                for (run, at) in stage.share.runs.within(&p.range) {
-                    let values =
-                        stage.params[at..at + run.len()].iter().map(|x| x.to_f64()).collect::<Vec<_>>();
+                for (run, at) in stage.share().runs.within(&p.range) {
+                    let values = params[at..at + run.len()].iter().map(|x| x.to_f64()).collect::<Vec<_>>();
                     let of_shard = run.start - p.range.start..run.end - p.range.start;
                     shards.push((p.name.clone(), size, indices[of_shard].to_vec(), values));
                 }
@@ -242,7 +277,7 @@ pub fn adamw() -> Update {
 }
 
 /// The first step's gradients, from what a step of [`plain`] changes.
-pub fn gradients<T: Scalar + Element>(case: &Case) -> (f64, BTreeMap<String, Vec<f64>>) {
+pub fn gradients<T: Scalar>(case: &Case) -> (f64, BTreeMap<String, Vec<f64>>) {
     let (before, after) = (run::<T>(case, plain(), 0), run::<T>(case, plain(), 1));
     let lost = |(name, after): (String, Vec<f64>)| {
         let before = &before.weights[&name];
@@ -265,7 +300,7 @@ pub fn difference(got: &BTreeMap<String, Vec<f64>>, wanted: &BTreeMap<String, Ve
 }
 
 /// Holds a job against one rank: gradients, and the losses of `steps` steps.
-pub fn compare_with<T: Scalar + Element>(case: &Case, steps: u64, tolerance: f64) {
+pub fn compare_with<T: Scalar>(case: &Case, steps: u64, tolerance: f64) {
     let alone = case.alone();
     let ((loss, grads), (wanted_loss, wanted)) = (gradients::<T>(case), gradients::<T>(&alone));
     assert!(

@@ -15,7 +15,8 @@ use crate::Answer;
 use crate::commands::run::RunArgs;
 use crate::input::HostArgs;
 use crate::known::{Known, dtypes};
-use crate::output::{self, Format, Progress, Table};
+use crate::machine;
+use crate::output::{self, Format, FormatArgs, Progress, Table};
 use crate::predict::Prediction;
 use crate::runner::{Measured, Work, run_work};
 use crate::sweep_doc::{SweepDoc, parse_reduction};
@@ -30,20 +31,27 @@ const UNEVEN: &str = "all-to-all-v";
 
 /// Collectives within a group of ranks: measured, with the prediction beside it, or only predicted.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "As nccl-tests do, calls follow each other without a pause, the slowest rank counts, and algbw is the tensor's bytes
-over the time; busbw is what the links carry, by its formulas. Every element of a first call is looked at.
+#[command(after_help = "As nccl-tests do, calls follow each other without a pause, the slowest rank
+counts, and algbw is the tensor's bytes over the time; busbw is what the links
+carry, by its formulas. Every element of a first call is looked at.
 
-With --fixed-order a sum is added up in the group's order, one rank at a time, whatever the algorithm: bit for bit what
-a loop would give. Without it the order is that of the algorithm, and still the same from run to run.
+With --fixed-order a sum is added up in the group's order, one rank at a time,
+whatever the algorithm: bit for bit what a loop would give. Without it the order
+is that of the algorithm, and still the same from run to run.
 
 Examples:
-  crossmesh bench collective --predict -n 64 --devices-per-host 8 --nics 8 --nic 400Gbit --bytes 1GiB
-  crossmesh bench collective -n 4 --bytes 64MiB                                   # over shared memory
-  crossmesh bench collective all-reduce -n 4 --devices-per-host 1 -b 1KiB -e 64MiB -f 4      # over TCP
-  crossmesh bench collective all-reduce -n 8 --groups 2 --algorithm ring --fixed-order
-  crossmesh bench collective all-reduce -n 4 --devices-per-host 1 --emulate 400Mbit   # as root"
-)]
+  crossmesh bench collective --predict -n 64 --devices-per-host 8 --nics 8 \\
+      --nic 400Gbit --bytes 1GiB
+  # over shared memory
+  crossmesh bench collective -n 4 --bytes 64MiB
+  # over TCP
+  crossmesh bench collective all-reduce -n 4 --devices-per-host 1 -b 1KiB \\
+      -e 64MiB -f 4
+  crossmesh bench collective all-reduce -n 8 --groups 2 --algorithm ring \\
+      --fixed-order
+  # as root
+  crossmesh bench collective all-reduce -n 4 --devices-per-host 1 \\
+      --emulate 400Mbit")]
 pub struct CollectiveArgs {
     /// all-reduce, reduce-scatter, all-gather, all-to-all, all-to-all-v, broadcast, reduce, barrier [default: all]
     collectives: Vec<String>,
@@ -87,9 +95,8 @@ pub struct CollectiveArgs {
     hosts: HostArgs,
     #[command(flatten)]
     run: RunArgs,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 /// All results.
@@ -102,6 +109,10 @@ struct Results {
     dtype: String,
     op: String,
     fixed_order: bool,
+    /// The machine whose times these are; missing where nothing was run.
+    machine: Option<String>,
+    /// Where and when the cluster's costs were measured, if they were.
+    cluster_measured: Option<String>,
     /// Elements that are not what they should be: the first of each rank that has one.
     wrong: Vec<String>,
     results: Vec<Row>,
@@ -134,8 +145,11 @@ pub fn run(args: &CollectiveArgs) -> Result<Answer> {
         true => None,
         false => Some(measure(args, &sweep, &predictions, &progress)?),
     };
+    let emulated = args.run.emulate.is_some();
     let rows = sweep.cases.iter().zip(&predictions).enumerate();
-    let results = rows.map(|(i, (case, prediction))| row(&sweep, case, prediction, i, measured.as_ref()));
+    let results = rows.map(|(i, (case, prediction))| {
+        row(&sweep, case, prediction, measured.as_ref().map(|measured| (measured, i, emulated)))
+    });
     let results = Results {
         schema: "crossmesh.collectives/1",
         ranks: args.ranks,
@@ -144,10 +158,12 @@ pub fn run(args: &CollectiveArgs) -> Result<Answer> {
         dtype: args.dtype.clone(),
         op: args.op.clone(),
         fixed_order: args.fixed_order,
+        machine: measured.as_ref().map(|_| machine::machine()),
+        cluster_measured: sweep.cluster.measured.clone(),
         wrong: measured.as_ref().map_or(vec![], |m| m.wrong.clone()),
         results: results.collect(),
     };
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&render(&results))?,
         Format::Json => output::print_json(&results)?,
     }
@@ -267,13 +283,12 @@ fn row(
     sweep: &Sweep,
     case: &Case,
     prediction: &Prediction,
-    index: usize,
-    measured: Option<&Measured>,
+    measured: Option<(&Measured, usize, bool)>,
 ) -> Row {
-    let times = measured.map(|measured| {
+    let times = measured.map(|(measured, index, emulated)| {
         let rounds = measured.seconds.len() / sweep.cases.len();
         let seconds = measured.seconds[index * rounds..(index + 1) * rounds].to_vec();
-        measured::times(prediction, seconds, measured.verified())
+        measured::times(prediction, seconds, measured.verified(), emulated)
     });
     let seconds = times.as_ref().map_or(prediction.seconds(), |m| m.median_s);
     let ranks = sweep.groups[0].len();
@@ -323,7 +338,12 @@ fn render(results: &Results) -> String {
     let order = if results.fixed_order { ", in a fixed order" } else { "" };
     let Results { ranks, op, dtype, .. } = results;
     let table = table.render(2);
+    let compared =
+        results.results.iter().filter_map(|r| r.measured.as_ref()).any(|m| m.over_predicted.is_some());
+    let whose = results.machine.as_ref().map_or(String::new(), |machine| {
+        format!("{}\n", machine::whose(machine, results.cluster_measured.as_deref(), compared))
+    });
     format!(
-        "collectives over {ranks} ranks on {hosts}{groups}: {op} of {dtype}{order}, {kind}\n{table}{wrong}"
+        "collectives over {ranks} ranks on {hosts}{groups}: {op} of {dtype}{order}, {kind}\n{whose}{table}{wrong}"
     )
 }

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 
 use crate::Answer;
-use crate::output::Format;
+use crate::output::FormatArgs;
 
 /// Every CUDA kernel: right, and how fast, beside what the card's memory or its matrix units do.
 #[derive(Debug, clap::Args)]
@@ -29,14 +29,13 @@ pub struct KernelsArgs {
     /// Where the fastest algorithm of every product is kept
     #[arg(long, value_name = "FILE")]
     choices: Option<std::path::PathBuf>,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 #[cfg(feature = "cuda")]
 pub fn run(args: &KernelsArgs) -> Result<Answer> {
-    use crate::output;
+    use crate::output::{self, Format};
     use crossmesh_cuda::cuda::lab::run::{Options, run};
     let options = Options {
         checks: args.checks,
@@ -53,7 +52,7 @@ pub fn run(args: &KernelsArgs) -> Result<Answer> {
         Ok(found) => found,
         Err(error) => bail!("{error}"),
     };
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&text)?,
         Format::Json => output::print_json(&found)?,
     }

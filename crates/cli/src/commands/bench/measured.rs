@@ -7,6 +7,7 @@ use crossmesh_core::reshard::Strategy;
 use crossmesh_core::units::{Bytes, Seconds};
 
 use super::{CaseResult, MeasuredTimes, Results, StrategyResult};
+use crate::machine;
 use crate::output::{self, Progress, Table, count};
 use crate::predict::Prediction;
 use crate::runner::{RunOptions, median, run_plan};
@@ -19,13 +20,15 @@ pub const REPEAT: u32 = 5;
 pub fn measure(prediction: &Prediction, run: &RunOptions, progress: &Progress) -> Result<MeasuredTimes> {
     let measured = run_plan(prediction, run, progress)?;
     let verified = measured.verified();
-    Ok(times(prediction, measured.seconds, verified))
+    Ok(times(prediction, measured.seconds, verified, run.emulate))
 }
 
-/// What runs of a prediction took, beside what it says.
-pub fn times(prediction: &Prediction, seconds: Vec<f64>, verified: bool) -> MeasuredTimes {
+/// What runs of a prediction took; beside what it says, where its NICs were there.
+pub fn times(prediction: &Prediction, seconds: Vec<f64>, verified: bool, emulated: bool) -> MeasuredTimes {
     let median_s = median(&seconds);
-    let over = |what: f64| Some(output::ratio(median_s, what)).filter(|ratio| ratio.is_finite());
+    let comparable = machine::comparable(&prediction.plan.problem.cluster, emulated);
+    let over =
+        |what: f64| Some(output::ratio(median_s, what)).filter(|ratio| comparable && ratio.is_finite());
     MeasuredTimes {
         median_s,
         over_bound: over(prediction.bound.seconds),
@@ -47,6 +50,10 @@ fn all(results: &Results) -> impl Iterator<Item = (&CaseResult, &StrategyResult,
 
 pub fn render(results: &Results) -> String {
     let mut text = format!("suite {}: {}\n\n", results.suite, results.about);
+    if let Some(machine) = &results.machine {
+        let compared = is_compared(results);
+        let _ = writeln!(text, "{}", machine::whose(machine, None, compared));
+    }
     text += &table(results).render(2);
     text += &super::why_not(results);
     text.push('\n');
@@ -72,24 +79,33 @@ pub fn render(results: &Results) -> String {
     text
 }
 
+/// Whether any time is held against a prediction.
+fn is_compared(results: &Results) -> bool {
+    all(results).any(|(_, _, measured)| measured.over_predicted.is_some())
+}
+
 fn table(results: &Results) -> Table {
+    let compared = is_compared(results);
     let mut table = Table::new("llr");
-    let head =
-        ["case", "strategy", "bytes", "bound", "predicted", "measured", "× bound", "× predicted", "elements"];
-    table.row(head.map(String::from));
+    let mut head = vec!["case", "strategy", "bytes", "bound", "predicted", "measured"];
+    head.extend(["× bound", "× predicted"].iter().filter(|_| compared));
+    head.push("elements");
+    table.row(head);
     for (case, s, measured) in all(results) {
         let ratio = |ratio: Option<f64>| ratio.map_or("-".into(), |r| format!("{r:.3}"));
-        table.row([
+        let mut row = vec![
             case.name.clone(),
             s.strategy.to_string(),
             Bytes(case.bytes).to_string(),
             Seconds(case.lower_bound_s).to_string(),
             s.predicted_s.map_or("-".into(), |s| Seconds(s).to_string()),
             Seconds(measured.median_s).to_string(),
-            ratio(measured.over_bound),
-            ratio(measured.over_predicted),
-            if measured.verified { "right" } else { "WRONG" }.to_string(),
-        ]);
+        ];
+        if compared {
+            row.extend([measured.over_bound, measured.over_predicted].map(ratio));
+        }
+        row.push(if measured.verified { "right" } else { "WRONG" }.to_string());
+        table.row(row);
     }
     table
 }

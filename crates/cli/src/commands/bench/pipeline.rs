@@ -12,7 +12,8 @@ use serde::Serialize;
 use crate::Answer;
 use crate::commands::run::RunArgs;
 use crate::known::{Known, all_series};
-use crate::output::{self, Format, Progress, Table};
+use crate::machine;
+use crate::output::{self, Format, FormatArgs, Progress, Table};
 use crate::pipeline::{Case, Scale, Series, Specimen, Suite};
 use crate::report;
 use crate::runner::{RunOptions, Work, run_work};
@@ -26,15 +27,16 @@ const REPEAT: u32 = 3;
 ///
 /// Bytes, processes and NICs are real; compute is not: every pass is a timed wait on a virtual accelerator.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Time dilation keeps ratios: with NICs 25 times slower than the case's and time 10 times faster (--time 0.1),
-tensors are 250 times smaller, and everything takes a tenth of what it would.
+#[command(after_help = "Time dilation keeps ratios: with NICs 25 times slower than the case's and time
+10 times faster (--time 0.1), tensors are 250 times smaller, and everything
+takes a tenth of what it would.
 
 Examples:
   crossmesh bench pipeline --predict
-  crossmesh bench pipeline --emulate 400Mbit --html pipeline.html   # as root
-  crossmesh bench pipeline --predict --case GPT --series eager-1f1b,signal --format json"
-)]
+  # as root
+  crossmesh bench pipeline --emulate 400Mbit --html pipeline.html
+  crossmesh bench pipeline --predict --case GPT --series eager-1f1b,signal \\
+      --format json")]
 pub struct PipelineArgs {
     /// Simulate instead of running
     #[arg(long)]
@@ -45,7 +47,8 @@ pub struct PipelineArgs {
     /// Only the cases whose name contains this
     #[arg(long, value_name = "TEXT")]
     case: Option<String>,
-    /// The series to compare [default: all]
+    /// The series to compare: sendrecv, allgather, broadcast, overlap, eager-1f1b, minimal-window, signal; and gpipe, zb-h1, zb-h2,
+    /// search [default: the first seven]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = Known(all_series), hide_possible_values = true)]
     series: Vec<String>,
     /// Seconds here for a second of the case [default: so that the shortest step takes about 4 s; predicted: 1]
@@ -53,9 +56,8 @@ pub struct PipelineArgs {
     time: Option<f64>,
     #[command(flatten)]
     run: RunArgs,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
     /// Also write a report with pictures: one HTML file
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     html: Option<PathBuf>,
@@ -72,6 +74,8 @@ pub struct Results {
     pub about: String,
     /// Passes are timed waits.
     pub virtual_accelerator: bool,
+    /// The machine whose times these are; missing where nothing was run.
+    pub machine: Option<String>,
     pub cases: Vec<CaseResult>,
 }
 
@@ -174,12 +178,13 @@ pub fn run(args: &PipelineArgs) -> Result<Answer> {
         suite: suite.name.clone(),
         about: suite.about.clone(),
         virtual_accelerator: true,
+        machine: (!args.predict).then(machine::machine),
         cases: cases.into_iter().map(|case| bench.case(case)).collect::<Result<_>>()?,
     };
     if let Some(path) = &args.html {
-        output::write_file(path, &report::pipeline::render(&results, report::provenance()))?;
+        output::write_file(path, report::pipeline::render(&results, report::provenance()))?;
     }
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&render(&results))?,
         Format::Json => output::print_json(&results)?,
     }
@@ -350,6 +355,9 @@ fn render(results: &Results) -> String {
         true => "processes, bytes and shaped NICs are real\n",
         false => "everything here is simulated\n",
     };
+    if let Some(machine) = &results.machine {
+        let _ = writeln!(text, "{}", machine::whose(machine, None, true));
+    }
     for case in &results.cases {
         text += &render_case(case, measured);
     }
@@ -372,7 +380,7 @@ fn render_case(case: &CaseResult, measured: bool) -> String {
     if measured {
         columns.extend(["measured", "× predicted"]);
     }
-    columns.extend(["× bound", "× signal", "× all-gather's speed"]);
+    columns.extend(["× bound", "× signal", "× allgather's speed"]);
     let mut table = Table::new("llr");
     table.row(columns);
     let signal = case.of(Series::Signal).map(SeriesResult::seconds);
@@ -404,7 +412,7 @@ fn verdict(case: &CaseResult) -> String {
     );
     if let (Some(alpa), false) = (case.of(Series::AllGather), case.paper.is_empty()) {
         let gain = 100.0 * (alpa.seconds() / ours.seconds() - 1.0);
-        let _ = write!(text, "; {gain:+.0} % over all-gather (the paper: {})", case.paper);
+        let _ = write!(text, "; {gain:+.0} % over allgather (the paper: {})", case.paper);
     }
     text + "\n"
 }

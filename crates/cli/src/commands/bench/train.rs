@@ -1,4 +1,4 @@
-//! `crossmesh bench train`: real steps on emulated hosts, in several orders; how much of the communication each hides.
+//! `crossmesh bench train`: real steps on emulated hosts, in several orders; how much of the communication each hides. Inside stages: [`super::inside`].
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -11,35 +11,47 @@ use serde::Serialize;
 use crate::Answer;
 use crate::commands::run::RunArgs;
 use crate::input::read_text;
-use crate::output::{self, Format, Progress, Table};
+use crate::machine;
+use crate::output::{self, Format, FormatArgs, Progress, Table};
 use crate::training::overlap::{Bench, Ran, SERIES, Series, config_of, nic_for, predicted_s};
 
 /// A rank may compute for a while before anything moves.
 const DEADLINE: Duration = Duration::from_secs(120);
 /// For finding out how long passes take: fast enough for bytes.
-const FAST: &str = "10Gbit";
+pub const FAST: &str = "10Gbit";
 
 /// Training steps in several orders, on emulated hosts: how much of the communication between stages each hides. Needs root.
 ///
 /// Everything is real: processes, bytes, NICs, and what the passes compute.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Without a config: a GPT of --stages stages, each on a host of its own with a thread to compute.
+#[command(after_help = "Without a config: a GPT of --stages stages, each on a host of its own with a
+thread to compute.
 
-Without --emulate, NICs get the rate at which a tensor takes --edge of a forward pass to cross.
+Without --emulate, NICs get the rate at which a tensor takes --edge of a forward
+pass to cross.
 
 Examples:
   crossmesh bench train
   crossmesh bench train --stages 8 --edge 0.5
-  crossmesh bench train my.toml --emulate 1Gbit --series no-overlap,minimal-window,signal"
-)]
+  # what hides the all-reduces inside a stage
+  crossmesh bench train --all-reduce 0.5
+  # how far off predictions of steps are
+  crossmesh bench train --predicted
+  crossmesh bench train my.toml --emulate 1Gbit \\
+      --series no-overlap,minimal-window,signal")]
 pub struct TrainArgs {
     /// A config of `crossmesh train`
     #[arg(value_name = "CONFIG")]
     config: Option<PathBuf>,
-    /// Put a value over the config's; may be given several times
+    /// Compare what hides the all-reduces inside a stage of ranks on two hosts: strands, a ladder. How long one takes, in shares of the compute beside it
+    #[arg(long, value_name = "SHARE", conflicts_with_all = ["stages", "edge", "series"])]
+    all_reduce: Option<f64>,
+    /// Hold steps of twelve jobs against what is predicted of them: tensor parallelism, ZeRO, pipelines of both
+    #[arg(long, conflicts_with_all = ["stages", "edge", "series", "all_reduce"])]
+    predicted: bool,
+    /// Override a value of the config; may be given several times
     #[arg(long = "set", value_name = "KEY=VALUE")]
-    sets: Vec<String>,
+    pub sets: Vec<String>,
     /// Stages, where there is no config
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(2..=64))]
     stages: u16,
@@ -51,18 +63,19 @@ pub struct TrainArgs {
     series: Vec<String>,
     /// Measured steps of every series
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    steps: u16,
+    pub steps: u16,
     #[command(flatten)]
-    run: RunArgs,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    pub run: RunArgs,
+    #[command(flatten)]
+    pub format: FormatArgs,
 }
 
 #[derive(Debug, Serialize)]
 struct Results {
     schema: &'static str,
     about: String,
+    /// The machine whose times these are.
+    machine: String,
     nic_bytes_per_s: f64,
     /// Mean forward pass, from the series `signal`.
     forward_s: f64,
@@ -85,18 +98,32 @@ struct Row {
     exposed: f64,
 }
 
+impl TrainArgs {
+    /// The name and the text of the config that was given, or else of this one.
+    pub fn config_or(&self, usual: impl FnOnce() -> String) -> Result<(String, String)> {
+        Ok(match &self.config {
+            Some(path) => (path.display().to_string(), read_text(path)?),
+            None => ("bench-train.toml".to_string(), usual()),
+        })
+    }
+}
+
 pub fn run(args: &TrainArgs) -> Result<Answer> {
+    let mut options = args.run.options(1, None)?;
+    options.emulate = true;
+    options.repeat = 1;
+    options.deadline = options.deadline.or(Some(DEADLINE));
+    if args.predicted {
+        return super::predicted::run(args, &options);
+    }
+    if let Some(share) = args.all_reduce {
+        return super::inside::run(args, share, &options);
+    }
     if !(args.edge.is_finite() && args.edge > 0.0) {
         bail!("--edge {}: a tensor takes some time to cross\nhint: 0.5 is half a forward pass", args.edge);
     }
     let series = chosen(&args.series)?;
-    let (name, text) = match &args.config {
-        Some(path) => (path.display().to_string(), read_text(path)?),
-        None => ("bench-train.toml".to_string(), config_of(usize::from(args.stages))),
-    };
-    let mut options = args.run.options(1, None)?;
-    options.emulate = true;
-    options.deadline = options.deadline.or(Some(DEADLINE));
+    let (name, text) = args.config_or(|| config_of(usize::from(args.stages)))?;
     let (sets, steps) = (&args.sets[..], usize::from(args.steps));
     let bench = Bench { name: &name, text: &text, sets, steps, options: &options };
     let progress = Progress::new();
@@ -111,7 +138,7 @@ pub fn run(args: &TrainArgs) -> Result<Answer> {
         ran.push((series, bench.run(series, &nic, &progress)?));
     }
     let results = results(&ran)?;
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&render(&results))?,
         Format::Json => output::print_json(&results)?,
     }
@@ -150,6 +177,7 @@ fn results(ran: &[(Series, Ran)]) -> Result<Results> {
     Ok(Results {
         schema: "crossmesh.bench-train/1",
         about: signal.training.about(),
+        machine: machine::machine(),
         nic_bytes_per_s: signal.training.resolved.job.cluster.hosts[0].out_bytes_per_s(),
         forward_s: times.iter().map(|t| t.f_ns as f64 * 1e-9).sum::<f64>() / times.len().max(1) as f64,
         series: ran.iter().map(row).collect::<Result<_>>()?,
@@ -159,7 +187,12 @@ fn results(ran: &[(Series, Ran)]) -> Result<Results> {
 fn render(results: &Results) -> String {
     let mut text = String::new();
     let (nic, forward) = (Rate(results.nic_bytes_per_s), Seconds(results.forward_s));
-    let _ = writeln!(text, "{}\nNICs of {nic}, emulated; a forward pass takes {forward}\n", results.about);
+    let _ = writeln!(
+        text,
+        "{}\n{}\nNICs of {nic}, emulated; a forward pass takes {forward}\n",
+        results.about,
+        machine::whose(&results.machine, None, true)
+    );
     let mut table = Table::new("lrrrrrl");
     table.row(["series", "step", "predicted", "of signal", "× no overlap", "exposed", ""]);
     for row in &results.series {

@@ -1,33 +1,41 @@
 //! `crossmesh checkpoint check` and `diff`, and what `show` says of other systems' checkpoints.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use crossmesh_checkpoint::{Catalog, NameMap, Naming, RunOptions, diff, open};
+use crossmesh_checkpoint::{Catalog, NameMap, Naming, Problem, RunOptions, diff, open};
+use crossmesh_core::printable::printable;
 use crossmesh_core::units::{Bytes, parse_bytes};
 use serde::Serialize;
 
 use crate::Answer;
-use crate::output::{self, Format, Table, count};
+use crate::output::{self, Format, FormatArgs, Table, count};
 
 /// Say what is wrong with a checkpoint of any format: missing files, boxes that overlap, holes.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Reads headers only; what a pickle would run is named, and not run. Exits 1 if something is wrong; what cannot be known
-is said, and is no fault.
+#[command(after_help = "Reads headers only; what a pickle would run is named, and not run. Exits 1 if
+something is wrong; what cannot be known is said, and is no fault.
 
 Examples:
   crossmesh checkpoint check llama-hf
-  crossmesh checkpoint check run/iter_0000100 --format json"
-)]
+  crossmesh checkpoint check run/iter_0000100 --format json")]
 pub struct CheckArgs {
     /// A checkpoint: hf, dcp, dcp-hf, torch_dist or ours, told by its content
     #[arg(value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    /// Name every problem, not the first ten of a kind
+    #[arg(long)]
+    all: bool,
+    /// For headers, and 256 MiB beside it [default: 4GiB]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    max_memory: Option<u64>,
+    #[command(flatten)]
+    format: FormatArgs,
 }
+
+/// So many problems of a kind are named one by one: a lost file of a large model makes thousands of holes.
+const NAMED: usize = 10;
 
 #[derive(Debug, Serialize)]
 struct Checked {
@@ -48,10 +56,10 @@ struct ProblemDoc {
 }
 
 pub fn check(args: &CheckArgs) -> Result<Answer> {
-    let catalog = super::open_any(&args.checkpoint)?;
+    let catalog = super::open_any(&args.checkpoint, args.max_memory)?;
     let problems = catalog.check();
     let good = problems.iter().all(|p| p.kind.is_warning());
-    match args.format {
+    match args.format.get() {
         Format::Json => output::print_json(&Checked {
             schema: "crossmesh.checkpoint-check/1",
             path: catalog.folder.display().to_string(),
@@ -69,7 +77,7 @@ pub fn check(args: &CheckArgs) -> Result<Answer> {
                 .collect(),
         })?,
         Format::Text => {
-            let mut text: String = problems.iter().map(|p| format!("{p}\n")).collect();
+            let mut text = named(&problems, if args.all { usize::MAX } else { NAMED });
             let tensors = count(catalog.tensors.len(), "tensor");
             let answer = if good { "every element is there, once" } else { "it cannot be used as it is" };
             text += &format!(
@@ -82,6 +90,23 @@ pub fn check(args: &CheckArgs) -> Result<Answer> {
         }
     }
     Ok(if good { Answer::Yes } else { Answer::No })
+}
+
+/// The first problems of every kind, a line each, and how many more there are.
+fn named(problems: &[Problem], most: usize) -> String {
+    let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut text = String::new();
+    for problem in problems {
+        let of_kind = seen.entry(problem.kind.name()).or_default();
+        *of_kind += 1;
+        if *of_kind <= most {
+            text += &printable(&format!("{problem}\n"));
+        }
+    }
+    for (kind, found) in seen.into_iter().filter(|(_, found)| *found > most) {
+        text += &format!("{kind}: {} more; --all names them\n", found - most);
+    }
+    text
 }
 
 /// Compare two checkpoints of any formats: names, shapes, types and every number, bit by bit.
@@ -101,12 +126,11 @@ pub struct DiffArgs {
     /// Compare under Hugging Face's names: a map, by family or file
     #[arg(long, value_name = "MAP")]
     names: Option<String>,
-    /// Of all buffers together
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "1GiB")]
-    max_memory: u64,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    /// Of all buffers together [default: 1GiB]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    max_memory: Option<u64>,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 #[derive(Debug, Serialize)]
@@ -117,7 +141,8 @@ struct Compared {
 }
 
 pub fn compare(args: &DiffArgs) -> Result<Answer> {
-    let mut sides = [super::open_any(&args.one)?, super::open_any(&args.two)?];
+    let open = |path| super::open_any(path, args.max_memory);
+    let mut sides = [open(&args.one)?, open(&args.two)?];
     if let Some(name) = &args.names {
         let map = NameMap::find(name)?;
         // One of them may have no config.json; both are of one model.
@@ -129,16 +154,17 @@ pub fn compare(args: &DiffArgs) -> Result<Answer> {
         }
     }
     let options = RunOptions::default();
-    let found = diff::diff(&sides[0], &sides[1], args.max_memory, options.threads)?;
+    let max_memory = args.max_memory.unwrap_or(options.max_memory);
+    let found = diff::diff(&sides[0], &sides[1], max_memory, options.threads)?;
     let same = found.is_empty();
-    match args.format {
+    match args.format.get() {
         Format::Json => output::print_json(&Compared {
             schema: "crossmesh.checkpoint-diff/1",
             same,
             differences: found.iter().map(ToString::to_string).collect(),
         })?,
         Format::Text => {
-            let mut text: String = found.iter().map(|d| format!("{d}\n")).collect();
+            let mut text: String = found.iter().map(|d| printable(&format!("{d}\n"))).collect();
             let tensors = count(sides[0].tensors.len(), "tensor");
             text += &match same {
                 true => format!("the same: {tensors}, {}\n", Bytes(sides[0].bytes())),
@@ -177,7 +203,7 @@ pub fn is_foreign(path: &Path) -> bool {
         entries.into_iter().any(|e| e.path().extension().is_some_and(|x| x == "safetensors"))
     };
     path.is_file()
-        || (!has(crossmesh_train::checkpoint::MANIFEST)
+        || (!crossmesh_checkpoint::is_ours(path)
             && (has(".metadata") || has("latest_checkpointed_iteration.txt") || safetensors()))
 }
 

@@ -4,29 +4,36 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use crossmesh_checkpoint::{Element, Format as Kind, Limits, Planned, Report, Request, RunOptions};
+use crossmesh_comm::launch::asked_to_end;
+use crossmesh_core::printable::printable;
 use crossmesh_core::units::{Bytes, parse_bytes};
 use serde::Serialize;
 
 use crate::Answer;
-use crate::output::{self, Format, Progress, count};
+use crate::output::{self, Format, FormatArgs, Progress, count};
 
 /// Write a checkpoint in another format, for another parallelism, or both.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Streams: memory stays under --max-memory whatever the model's size. The output is complete or not there; after
-a kill the same command goes on where it stopped.
+#[command(after_help = "Streams: memory stays under --max-memory whatever the model's size. The output
+is complete or not there; after a kill or Ctrl-C the same command goes on
+where it stopped.
 
 Examples:
-  crossmesh checkpoint convert llama-hf --to torch_dist --tp 4 --pp 2 -o llama-megatron
-  crossmesh checkpoint convert run/iter_0000100 --to hf --config config.json -o out-hf
-  crossmesh checkpoint convert fsdp-dcp --to hf --dtype bf16 --leave-out 'optim*' -o out-hf
-  crossmesh checkpoint convert moe-hf --to torch_dist --tp 2 --pp 2 --ep 8 --explain"
-)]
+  crossmesh checkpoint convert llama-hf --to torch_dist --tp 4 --pp 2 \\
+      -o llama-megatron
+  crossmesh checkpoint convert run/iter_0000100 --to hf --config config.json \\
+      -o out-hf
+  crossmesh checkpoint convert fsdp-dcp --to hf --dtype bf16 \\
+      --leave-out 'optim*' -o out-hf
+  crossmesh checkpoint convert fsdp-dcp --to crossmesh -o mine &&
+      crossmesh train my.toml --resume mine
+  crossmesh checkpoint convert moe-hf --to torch_dist --tp 2 --pp 2 --ep 8 \\
+      --explain")]
 pub struct ConvertArgs {
     /// A checkpoint: hf, dcp, dcp-hf, torch_dist or ours, told by its content
     #[arg(value_name = "DIR")]
     checkpoint: PathBuf,
-    /// The format to write: hf, dcp, dcp-hf or torch_dist
+    /// The format to write: hf, dcp, dcp-hf, torch_dist or crossmesh, which is ours
     #[arg(long, value_name = "FORMAT")]
     to: Kind,
     /// The folder to make
@@ -55,15 +62,14 @@ pub struct ConvertArgs {
     /// Tensors to leave behind, with `*`; may be repeated
     #[arg(long, value_name = "PATTERN")]
     leave_out: Vec<String>,
-    /// Of all buffers together
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "1GiB")]
-    max_memory: u64,
+    /// Of all buffers together [default: 1GiB]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    max_memory: Option<u64>,
     /// Print which bytes come from where, and write nothing
     #[arg(long)]
     explain: bool,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 /// How names change.
@@ -76,13 +82,13 @@ struct NameArgs {
     /// The side of the map that the checkpoint has [default: told by its names]
     #[arg(long, value_name = "SIDE")]
     from_names: Option<String>,
-    /// The side of the map to write [default: megatron for torch_dist, hf for the others]
+    /// The side of the map to write [default: megatron for torch_dist, crossmesh for ours, hf for the others]
     #[arg(long, value_name = "SIDE")]
     to_names: Option<String>,
-    /// Which of several names is written: `local` for Megatron's layers without Transformer Engine
+    /// Which of several names is written: `local` for Megatron's layers without Transformer Engine, `unfused` for norms on their own
     #[arg(long, value_name = "SPELLING")]
     spelling: Option<String>,
-    /// The model's config.json, where the checkpoint has none
+    /// The model's config.json, where the checkpoint has none; it goes along, to `hf` with the tokenizer beside it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 }
@@ -99,6 +105,8 @@ struct Done<'a> {
     files: usize,
     bytes_read: u64,
     bytes_written: u64,
+    /// Of what was written, for the hashes that a manifest of ours has.
+    bytes_read_again: u64,
     /// What an earlier, stopped conversion had written already.
     bytes_kept: u64,
     left_out: &'a [String],
@@ -106,11 +114,16 @@ struct Done<'a> {
 }
 
 pub fn run(args: &ConvertArgs) -> Result<Answer> {
-    let planned = request(args).plan(super::open_any(&args.checkpoint)?)?;
-    let options = RunOptions { max_memory: args.max_memory, ..RunOptions::default() };
+    let planned = request(args).plan(super::open_any(&args.checkpoint, args.max_memory)?)?;
+    let mut options = RunOptions::default();
+    options.max_memory = args.max_memory.unwrap_or(options.max_memory);
     if args.explain {
         let limits = Limits::new(options.max_memory, options.threads)?;
-        output::print(&planned.conversion.explain(limits))?;
+        let explanation = planned.explain(limits);
+        match args.format.get() {
+            Format::Text => output::print(&printable(&explanation.to_string()))?,
+            Format::Json => output::print_json(&explanation)?,
+        }
         return Ok(Answer::Yes);
     }
     let Some(to) = &args.output else { unreachable!("clap asks for it") };
@@ -120,9 +133,10 @@ pub fn run(args: &ConvertArgs) -> Result<Answer> {
     };
     let shown: Option<&(dyn Fn(crossmesh_checkpoint::Progress) + Sync)> =
         if progress.is_shown() { Some(&say) } else { None };
-    let report = planned.conversion.run(to, &RunOptions { progress: shown, ..options })?;
-    match args.format {
-        Format::Text => output::print(&text(args, &planned, &report))?,
+    let stop = asked_to_end()?;
+    let report = planned.conversion.run(to, &RunOptions { progress: shown, stop: Some(&stop), ..options })?;
+    match args.format.get() {
+        Format::Text => output::print(&printable(&text(args, &planned, &report)))?,
         Format::Json => output::print_json(&Done {
             schema: "crossmesh.checkpoint-convert/1",
             output: to.display().to_string(),
@@ -130,6 +144,7 @@ pub fn run(args: &ConvertArgs) -> Result<Answer> {
             files: report.files,
             bytes_read: report.bytes_read,
             bytes_written: report.bytes_written,
+            bytes_read_again: report.bytes_read_again,
             bytes_kept: report.bytes_kept,
             left_out: &planned.left_out,
             map: &planned.map,

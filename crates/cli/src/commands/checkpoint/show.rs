@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::find;
 use crate::Answer;
-use crate::output::{self, Format, Table, count};
+use crate::output::{self, Format, FormatArgs, Table, count};
 
 /// Show what a checkpoint holds, how large it is, and the layout it was saved on. Those of other systems too.
 #[derive(Debug, clap::Args)]
@@ -19,7 +19,8 @@ use crate::output::{self, Format, Table, count};
 
 Examples:
   crossmesh checkpoint show runs/gpt/checkpoints
-  crossmesh checkpoint show runs/gpt/checkpoints/step-00000100 --verify --format json")]
+  crossmesh checkpoint show runs/gpt/checkpoints/step-00000100 --verify \\
+      --format json")]
 pub struct ShowArgs {
     /// A checkpoint, or a folder of ours: the newest complete one; or one of another system
     #[arg(value_name = "DIR")]
@@ -30,9 +31,8 @@ pub struct ShowArgs {
     /// Also list every tensor
     #[arg(long)]
     tensors: bool,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 /// A checkpoint as JSON.
@@ -77,7 +77,7 @@ struct Damage {
 
 pub fn run(args: &ShowArgs) -> Result<Answer> {
     if super::check::is_foreign(&args.checkpoint) {
-        return super::check::show(&args.checkpoint, args.tensors, args.format);
+        return super::check::show(&args.checkpoint, args.tensors, args.format.get());
     }
     let path = find(&args.checkpoint)?;
     let opened = Checkpoint::open(&path).and_then(|c| match args.verify {
@@ -90,7 +90,7 @@ pub fn run(args: &ShowArgs) -> Result<Answer> {
         }
         opened => {
             let checkpoint = opened?;
-            let text = match args.format {
+            let text = match args.format.get() {
                 Format::Text => render(&checkpoint, args),
                 Format::Json => output::to_json(&summary(&checkpoint, args))?,
             };
@@ -101,7 +101,7 @@ pub fn run(args: &ShowArgs) -> Result<Answer> {
 }
 
 fn damaged(args: &ShowArgs, path: &str, error: &CheckpointError) -> Result<Answer> {
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&format!("{error}\n"))?,
         Format::Json => output::print_json(&Damage {
             schema: "crossmesh.checkpoint-summary/1",

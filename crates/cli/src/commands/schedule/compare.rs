@@ -8,7 +8,8 @@ use crossmesh_core::schedule::{Footprint, Name, Schedule, generate, memory};
 use serde::Serialize;
 
 use crate::Answer;
-use crate::output::{self, Format, Table};
+use crate::output::{self, Format, FormatArgs, Table};
+use crate::picture;
 use crate::report;
 use crate::report::figure::Length;
 use crate::timetable::{Timetable, doc::Causes, number, over, percent};
@@ -19,9 +20,11 @@ use super::{CostArgs, PictureArgs, SizeArgs, place_of, read_csv, spec};
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   crossmesh schedule compare --stages 8 --microbatches 32
-  crossmesh schedule compare --stages 8 --microbatches 32 --speed 1,1,1,1,1,1,1,0.8
+  crossmesh schedule compare --stages 8 --microbatches 32 \\
+      --speed 1,1,1,1,1,1,1,0.8
   crossmesh schedule compare --file mine.csv --comm 0.25
-  crossmesh schedule compare --stages 4 --microbatches 16 --f 1 --b 1.2 --w 0.8 --comm 0.5 --memory-cap 4 --html compare.html")]
+  crossmesh schedule compare --stages 4 --microbatches 16 --f 1 --b 1.2 \\
+      --w 0.8 --comm 0.5 --memory-cap 4 --html compare.html")]
 pub struct CompareArgs {
     /// Schedules of your own beside the named ones: CSVs of torch's pipelining. Say --stages and --microbatches, or the file does
     #[arg(long, value_name = "FILE")]
@@ -30,12 +33,11 @@ pub struct CompareArgs {
     size: SizeArgs,
     #[command(flatten)]
     costs: CostArgs,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
     #[command(flatten)]
     pictures: PictureArgs,
-    /// Also write how long each takes as a figure for a paper: an SVG, 85 mm wide
+    /// Also write how long each takes as a figure for a paper: an SVG, 85 mm wide, or a PDF where its name ends so
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     svg: Option<PathBuf>,
 }
@@ -114,12 +116,12 @@ pub fn run(args: &CompareArgs) -> Result<Answer> {
     level(&mut rows);
     let comparison = comparison(&spec, &rows);
     if let Some(path) = &args.pictures.html {
-        output::write_file(path, &html(&spec, &comparison, &rows))?;
+        output::write_file(path, html(&spec, &comparison, &rows))?;
     }
     if let Some(path) = &args.svg {
-        output::write_file(path, &svg(&comparison))?;
+        picture::write(path, &svg(&comparison))?;
     }
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&render(&comparison))?,
         Format::Json => output::print_json(&comparison)?,
     }

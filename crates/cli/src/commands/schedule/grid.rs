@@ -8,7 +8,7 @@ use crossmesh_core::schedule::{Backward, Name, generate};
 use serde::Serialize;
 
 use crate::Answer;
-use crate::output::{self, Format, Table};
+use crate::output::{self, Format, FormatArgs, Table};
 use crate::timetable::{Timetable, number};
 
 /// Compare minimal-window with eager-1F1B over a grid: capped at eager's memory, and without a cap.
@@ -32,9 +32,8 @@ pub struct GridArgs {
     /// Microbatches [default: four times the stages]
     #[arg(long, value_name = "M")]
     microbatches: Option<u32>,
-    /// Text for people, or one JSON document
-    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
-    format: Format,
+    #[command(flatten)]
+    format: FormatArgs,
 }
 
 #[derive(Debug, Serialize)]
@@ -95,7 +94,7 @@ pub fn run(args: &GridArgs) -> Result<Answer> {
     if settings.is_empty() {
         bail!("the grid has no setting\nhint: give --stages and --comm a value each");
     }
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&render(&settings))?,
         Format::Json => output::print_json(&Grid { schema: "crossmesh.schedule-grid/1", settings })?,
     }

@@ -53,7 +53,7 @@ pub fn simulate_step(args: &Args, doc: &StepDoc) -> Result<Answer> {
     let trace = simulate(&lowered.program, &simulated.cluster).context("the step cannot be simulated")?;
     let report = StepReport::of(&simulated, &lowered, &trace);
     let answer = answer(&step, &report, args.coarse);
-    match args.format {
+    match args.format.get() {
         Format::Text => output::print(&render(&name(), &answer))?,
         Format::Json => output::print_json(&answer)?,
     }

@@ -105,7 +105,7 @@ pub fn render(summary: &Summary, facts: &Facts) -> String {
     let percent = |share: f64| format!("{:.0} %", 100.0 * share);
     let reachable = match (summary.loss, summary.reachable_loss) {
         (Some(loss), Some(best)) if best > 0.0 => {
-            format!("; the best possible is {best:.4}, {:.1} % below", 100.0 * (1.0 - best / loss))
+            format!("; {:.1} % above the best possible, {best:.4}", 100.0 * (loss / best - 1.0))
         }
         _ => String::new(),
     };

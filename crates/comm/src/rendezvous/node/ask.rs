@@ -2,8 +2,8 @@
 
 use crossmesh_core::id::Rank;
 
-use super::trouble::{MAX_SUSPECTS, NOTICE_NS};
-use super::{Heard, LinkId, MS, Node};
+use super::trouble::NOTICE_NS;
+use super::{Heard, LinkId, MAX_SUSPECTS, MS, Node};
 use crate::auth::Role;
 use crate::rendezvous::Entry;
 use crate::rendezvous::message::{Notice, Reach, Say};
@@ -130,8 +130,9 @@ impl Node {
     pub(super) fn on_look(&mut self, now: u64, link: LinkId, at: Vec<Entry>) {
         let (rank, root) = (self.me.rank, self.hears_root(now));
         self.send(link, Say::Alive { rank, root });
-        let at: Vec<Entry> =
-            at.into_iter().filter(|e| e.rank != rank && e.is_known()).take(MAX_SUSPECTS).collect();
+        // However often it is asked, nobody makes us look for more at a time.
+        let room = MAX_SUSPECTS - self.trouble.looking.get(&link).map_or(0, |looking| looking.left);
+        let at: Vec<Entry> = at.into_iter().filter(|e| e.rank != rank && e.is_known()).take(room).collect();
         if at.is_empty() {
             return;
         }
@@ -143,6 +144,11 @@ impl Node {
     pub(super) fn on_answer(&mut self, now: u64, link: LinkId, say: Say) {
         let Some(asking) = self.trouble.asking.get_mut(&link) else { return };
         let (me, rank) = (self.me.rank, asking.rank);
+        if let Say::Alive { rank: by, .. } | Say::Seen { by, .. } = say
+            && by != rank
+        {
+            return self.refuse(now, link, format!("{rank} was asked, and says that it is {by}"));
+        }
         let seen_by_ns =
             now + (self.limits.silence_ns / 2).clamp(SHORTEST_PROBE_NS, LONGEST_PROBE_NS) + SEEN_NS;
         match (say, asking.why.clone()) {
@@ -169,18 +175,21 @@ impl Node {
             (Say::Alive { .. }, Why::Probe { .. } | Why::Check { .. }) => {
                 self.resolve(now, link, Reach::Answers)
             }
-            (Say::Seen { by, reach }, Why::Inquire) if by == rank => {
-                let seen = reach.into_iter().map(|(to, reach)| ((by, to), reach));
+            (Say::Seen { by, reach }, Why::Inquire) => {
                 if let Some(lead) = &mut self.trouble.lead {
+                    // Nobody asked about others.
+                    let asked = reach.into_iter().filter(|(to, _)| lead.evidence.looked_for.contains(to));
+                    let seen: Vec<_> = asked.map(|(to, reach)| ((by, to), reach)).collect();
                     lead.evidence.reach.extend(seen);
                     // It may have been sent again meanwhile.
                     asking.answered = lead.evidence.has_seen_all(rank);
                 }
             }
-            (Say::Entries(entries), Why::Where { wanted, .. }) => {
+            (Say::Entries(entries), Why::Where { wanted, missing, .. }) => {
                 self.trouble.asking.remove(&link);
                 self.out.push(super::Action::Close(link));
-                entries.iter().for_each(|entry| self.note(entry));
+                let asked = entries.iter().filter(|entry| missing.contains(&entry.rank));
+                asked.for_each(|entry| self.note(entry));
                 let found = wanted.iter().filter_map(|rank| self.known.get(rank).cloned()).collect();
                 self.tell(Heard::Entries(found));
             }

@@ -19,8 +19,11 @@ pub(super) struct Root {
     roster: BTreeSet<Rank>,
     /// Those who have proven themselves and not settled yet: their rank, and who they are once they said.
     coming: BTreeMap<LinkId, (Rank, Option<Entry>)>,
+    coming_ranks: BTreeSet<Rank>,
     /// In the order in which they came; the root is none of them.
     order: Vec<Rank>,
+    /// Where in that order each is.
+    places: BTreeMap<Rank, usize>,
     entries: BTreeMap<Rank, Entry>,
     settled: BTreeSet<Rank>,
     /// Why somebody who claimed to be that rank was turned away.
@@ -31,24 +34,32 @@ impl Root {
     pub fn new(me: Entry, roster: BTreeSet<Rank>) -> Self {
         let settled = BTreeSet::from([me.rank]);
         let entries = BTreeMap::from([(me.rank, me)]);
-        Self { roster, coming: BTreeMap::new(), order: vec![], entries, settled, refused: BTreeMap::new() }
+        let (coming, coming_ranks, places, refused) = Default::default();
+        Self { roster, coming, coming_ranks, order: vec![], places, entries, settled, refused }
     }
 
     pub fn admit(&self, rank: Rank) -> Result<(), Refusal> {
         if !self.roster.contains(&rank) {
             return Err(Refusal::UnknownRank);
         }
-        let comes = self.coming.values().any(|(coming, _)| *coming == rank);
-        if comes || self.entries.contains_key(&rank) { Err(Refusal::DuplicateRank) } else { Ok(()) }
+        let is_here = self.coming_ranks.contains(&rank) || self.entries.contains_key(&rank);
+        if is_here { Err(Refusal::DuplicateRank) } else { Ok(()) }
     }
 
     pub fn came(&mut self, link: LinkId, rank: Rank) {
         self.coming.insert(link, (rank, None));
+        self.coming_ranks.insert(rank);
     }
 
     /// A connection ended before its rank had settled: that rank, if it had reported.
     pub fn went(&mut self, link: LinkId) -> Option<Entry> {
-        self.coming.remove(&link)?.1
+        self.no_longer_comes(link)?.1
+    }
+
+    fn no_longer_comes(&mut self, link: LinkId) -> Option<(Rank, Option<Entry>)> {
+        let (rank, entry) = self.coming.remove(&link)?;
+        self.coming_ranks.remove(&rank);
+        Some((rank, entry))
     }
 
     /// Those under a rank, and under those.
@@ -67,6 +78,15 @@ impl Root {
     /// Of the one that came as number `at`, from 0; none if it is the root.
     fn parent_of(&self, at: usize) -> Option<Rank> {
         at.checked_sub(FAN_OUT).map(|rest| self.order[rest / FAN_OUT])
+    }
+
+    /// The rank right under the root that a rank hangs under, or is.
+    pub fn branch_of(&self, rank: Rank) -> Option<Rank> {
+        let mut at = *self.places.get(&rank)?;
+        while let Some(parent) = self.parent_of(at) {
+            at = self.places[&parent];
+        }
+        Some(self.order[at])
     }
 
     /// Of those who have not settled.
@@ -104,6 +124,7 @@ impl Node {
         if claimed != Some(entry.rank) || self.verdict.is_some() {
             return;
         }
+        root.places.insert(entry.rank, root.order.len());
         root.order.push(entry.rank);
         root.entries.insert(entry.rank, entry.clone());
         root.coming.insert(link, (entry.rank, Some(entry.clone())));
@@ -118,13 +139,17 @@ impl Node {
 
     /// Remembers where somebody can be reached.
     pub(super) fn note(&mut self, entry: &Entry) {
+        // Of ourselves nobody knows more than we do.
+        if entry.rank == self.me.rank {
+            return;
+        }
         self.known.insert(entry.rank, entry.clone());
         self.trouble.note(entry);
     }
 
     fn settle_at_root(&mut self, now: u64, link: LinkId, entry: Entry) {
         if let Some(root) = &mut self.root {
-            root.coming.remove(&link);
+            root.no_longer_comes(link);
             root.settled.insert(entry.rank);
         }
         self.deputies.push(entry.clone());
@@ -149,8 +174,18 @@ impl Node {
     }
 
     pub(super) fn on_welcome(&mut self, now: u64, link: LinkId, parent: Option<Entry>) {
-        let from_root = self.up.as_ref().is_some_and(|up| up.link == link);
-        if let Some(parent) = parent.filter(|_| from_root) {
+        if self.up.as_ref().is_none_or(|up| up.link != link) {
+            return;
+        }
+        let is_odd = parent.as_ref().is_some_and(|parent| parent.rank == self.me.rank);
+        if std::mem::replace(&mut self.welcomed, true) || is_odd {
+            return self.refuse(
+                now,
+                link,
+                "a welcome that is none: only the root gives one, and once".into(),
+            );
+        }
+        if let Some(parent) = parent {
             let moving = self.dial(&parent, Role::Tree, now + MOVE_NS);
             self.moving = Some((moving, parent));
         }
@@ -174,7 +209,7 @@ impl Node {
 
     pub(super) fn on_settled(&mut self, now: u64, link: LinkId) {
         let Some(root) = &mut self.root else { return };
-        let Some((rank, Some(_))) = root.coming.remove(&link) else { return };
+        let Some((rank, Some(_))) = root.no_longer_comes(link) else { return };
         root.settled.insert(rank);
         self.out.push(super::Action::Close(link));
         self.settle(now);

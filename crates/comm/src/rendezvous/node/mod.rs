@@ -35,6 +35,8 @@ use trouble::Trouble;
 
 /// Ranks right under another.
 pub const FAN_OUT: usize = 12;
+/// How many are looked for, and asked to look.
+pub const MAX_SUSPECTS: usize = 8;
 const MS: u64 = 1_000_000;
 /// While something is wrong, deadlines are looked at this often.
 const LOOK_NS: u64 = 20 * MS;
@@ -143,6 +145,8 @@ pub struct Node {
     /// What the root alone knows.
     root: Option<Root>,
     up: Option<Up>,
+    /// The root has said whom to hang under, which it does once.
+    welcomed: bool,
     /// The dial to the parent that the root named.
     moving: Option<(LinkId, Entry)>,
     down: BTreeMap<LinkId, Down>,
@@ -154,8 +158,8 @@ pub struct Node {
     barrier: Barrier,
     trouble: Trouble,
     verdict: Option<Abort>,
-    /// Who asks us.
-    asked: BTreeSet<LinkId>,
+    /// Who asks us something.
+    asked: BTreeMap<LinkId, Rank>,
     left: bool,
     /// Somebody under us is gone without a word: no barrier opens any more.
     broken: bool,
@@ -218,6 +222,7 @@ impl Node {
             limits,
             root: None,
             up: None,
+            welcomed: false,
             moving: None,
             down: BTreeMap::new(),
             deputies: vec![],
@@ -226,7 +231,7 @@ impl Node {
             barrier: Barrier::default(),
             trouble: Trouble::default(),
             verdict: None,
-            asked: BTreeSet::new(),
+            asked: BTreeMap::new(),
             left: false,
             broken: false,
             absence: Absence::new(),
@@ -344,7 +349,7 @@ impl Node {
             Role::Rendezvous => self.root.iter_mut().for_each(|root| root.came(link, claim.from)),
             Role::Tree => self.take_under(now, link, claim.from),
             Role::Ask => {
-                self.asked.insert(link);
+                self.asked.insert(link, claim.from);
             }
             Role::Data => {}
         }
@@ -372,6 +377,7 @@ impl Node {
             Say::Ready { .. } | Say::Waiting { .. } | Say::Go { .. } | Say::Overdue { .. } => {
                 self.on_round(now, link, say);
             }
+            Say::Late { rank } | Say::Tell { rank, .. } if !self.is_under(link, rank) => {}
             Say::Late { .. } | Say::Tell { .. } => self.on_words(now, say),
             Say::Bye => self.on_bye(now, link),
             Say::HungUp => self.on_closed(now, link, Ended::Here),
@@ -385,7 +391,7 @@ impl Node {
     }
 
     fn on_closed(&mut self, now: u64, link: LinkId, how: Ended) {
-        self.asked.remove(&link);
+        let asker = self.asked.remove(&link);
         if self.verdict.is_some() {
             return;
         }
@@ -406,7 +412,18 @@ impl Node {
         if let Some(entry) = self.root.as_mut().and_then(|root| root.went(link)) {
             return self.lose(now, entry, how);
         }
+        let asked = asker.or_else(|| self.trouble.asking.get(&link).map(|asking| asking.rank));
         self.on_asking_closed(now, link);
+        if let (Some(rank), Ended::Nonsense(_)) = (asked, &how) {
+            let entry = self.known.get(&rank).cloned().unwrap_or(Entry { rank, ..Entry::unknown() });
+            self.lose(now, entry, how);
+        }
+    }
+
+    /// What was said there nobody says: the connection is over, and whoever said it is named.
+    fn refuse(&mut self, now: u64, link: LinkId, why: String) {
+        self.out.push(Action::Close(link));
+        self.on_closed(now, link, Ended::Nonsense(why));
     }
 
     /// A connection of the tree has ended without a word: the other side's fault, or ours.
@@ -462,6 +479,10 @@ impl Node {
 
     fn on_pong(&mut self, now: u64, link: LinkId, pong: &Say) {
         let &Say::Pong { sent_ns, there_ns, answered_ns, clock, root } = pong else { return };
+        if sent_ns > now || there_ns > answered_ns {
+            let why = format!("an answer to a ping of {sent_ns} ns from {there_ns} to {answered_ns} ns");
+            return self.refuse(now, link, why);
+        }
         let Some(up) = self.up.as_mut().filter(|up| up.link == link) else { return };
         up.clock = clock;
         up.hears_root = root;

@@ -39,6 +39,17 @@ impl Barrier {
 impl Node {
     pub(super) fn on_round(&mut self, now: u64, link: LinkId, say: Say) {
         let from_above = self.up.as_ref().is_some_and(|up| up.link == link);
+        let next = self.barrier.opened + 1;
+        let is_wrong = match say {
+            Say::Ready { round } => round != next,
+            // It may cross the word that the barrier opens.
+            Say::Waiting { round } => round > next,
+            Say::Go { round } | Say::Overdue { round } => from_above && round != next,
+            _ => false,
+        };
+        if is_wrong {
+            return self.refuse(now, link, format!("barrier {next} is next, and it speaks of another"));
+        }
         match say {
             Say::Ready { round } => self.down.get_mut(&link).into_iter().for_each(|d| d.ready = round),
             Say::Waiting { round } => self.down.get_mut(&link).into_iter().for_each(|d| d.waiting = round),
@@ -124,6 +135,12 @@ impl Node {
         );
         let host = self.known.get(&first).map_or("an unknown host".into(), |entry| entry.host.clone());
         self.conclude(now, Abort::new(first, host, text), None);
+    }
+
+    /// Whether words of a rank may come by that connection: at the root, where it is known who hangs where.
+    pub(super) fn is_under(&self, link: LinkId, rank: Rank) -> bool {
+        let Some(root) = &self.root else { return self.down.contains_key(&link) };
+        self.down.get(&link).is_some_and(|down| root.branch_of(rank) == Some(down.entry.rank))
     }
 
     /// Words on their way to the root.

@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crossmesh_core::id::Rank;
 
 use super::ask::{Asking, Looking, Why};
-use super::{Heard, LinkId, MS, Node};
+use super::{Heard, LinkId, MAX_SUSPECTS, MS, Node};
 use crate::rendezvous::blame::Evidence;
 use crate::rendezvous::message::{Notice, Reach, Report, Say};
 use crate::rendezvous::{Abort, Entry, Fault};
@@ -23,8 +23,6 @@ use crate::rendezvous::{Abort, Entry, Fault};
 const INQUIRY_NS: u64 = 700 * MS;
 /// Without a verdict for so long, we say what we saw.
 const VERDICT_NS: u64 = 2_500 * MS;
-/// How many are looked for, and asked to look.
-pub(super) const MAX_SUSPECTS: usize = 8;
 const MAX_REPORTERS: usize = 8;
 /// Hosts of which somebody is asked, to tell a host that is cut off from the way between two.
 const MAX_REFEREES: usize = 4;
@@ -96,7 +94,7 @@ impl Node {
     }
 
     pub(super) fn on_trouble(&mut self, now: u64, link: LinkId, report: Report) {
-        if self.asked.contains(&link) {
+        if self.asked.contains_key(&link) {
             self.trouble.appellants.insert(link);
         }
         self.consider(now, report);
@@ -342,12 +340,10 @@ impl Node {
         if self.verdict.is_some() {
             return;
         }
-        // What others say goes to a terminal.
-        let abort = if from.is_some() { abort.plain() } else { abort };
         self.verdict = Some(abort.clone());
         let asking = self.trouble.asking.iter().filter(|(_, a)| a.connected).map(|(link, _)| *link);
         let coming = self.root.iter().flat_map(|root| root.links());
-        let links = self.down.keys().chain(self.asked.iter()).copied().chain(asking).chain(coming);
+        let links = self.down.keys().chain(self.asked.keys()).copied().chain(asking).chain(coming);
         let mut links: BTreeSet<LinkId> = links.chain(self.up.as_ref().map(|up| up.link)).collect();
         links.retain(|link| Some(*link) != from);
         links.into_iter().for_each(|link| self.send(link, Say::Abort(abort.clone())));

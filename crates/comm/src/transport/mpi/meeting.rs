@@ -14,7 +14,7 @@ use super::pool::Pool;
 use super::{Mpi, MpiError, MpiLink};
 use crate::buffer::Sharing;
 use crate::deadline::Deadline;
-use crate::rendezvous::{Abort, Fault, Links, Meeting, RendezvousError};
+use crate::rendezvous::{Abort, Fault, Links, Meeting, Mover, RendezvousError};
 
 const LEN_TAG: i32 = 3;
 const TEXT_TAG: i32 = 4;
@@ -179,6 +179,16 @@ impl Meeting for OverMpi {
             Ok((peer, Box::new(link) as Box<dyn crate::transport::Link>))
         };
         peers.iter().map(link).collect()
+    }
+
+    /// MPI moves only when it is called: what it still owes a peer, such as the word that a message was received, would wait
+    /// as long as this rank does.
+    fn mover(&self) -> Option<Mover> {
+        let mpi = self.mpi.clone();
+        Some(Box::new(move || {
+            // What is wrong with MPI is seen by whoever uses it next.
+            let _unseen = mpi.probe(ABORT_TAG);
+        }))
     }
 
     fn barrier(&mut self, deadline: Deadline) -> Result<(), RendezvousError> {

@@ -20,6 +20,7 @@ use super::plan::Plan;
 use super::problem::{PlanError, Problem};
 use super::strategy::{PlanOptions, Scheduler, Strategy};
 use super::unit::{UnitTask, UnitTasks};
+use crate::units::Bytes;
 
 pub fn plan(problem: &Problem, options: &PlanOptions, scheduler: Scheduler) -> Result<Plan, PlanError> {
     let mut draft = Draft::new(problem, options, Strategy::Broadcast(scheduler))?;
@@ -38,7 +39,19 @@ pub fn plan(problem: &Problem, options: &PlanOptions, scheduler: Scheduler) -> R
             chain(&mut draft, &units, topology, task, Some(sender));
         }
     }
-    draft.finish()
+    let mut plan = draft.finish()?;
+    let between = Bytes(plan.bytes_between_hosts());
+    let who = match scheduler {
+        Scheduler::Naive => "the first holder begins, boxes in the tensor's order",
+        Scheduler::Balance => "the least loaded holder begins, boxes in the tensor's order",
+        Scheduler::Dfs => "a search chose who begins, and the order of boxes",
+        Scheduler::Greedy => "boxes that share no host go together",
+    };
+    plan.reasons.insert(
+        0,
+        format!("every box travels along one chain of its receivers, {between} between hosts: {who}"),
+    );
+    Ok(plan)
 }
 
 /// A unit task between hosts: who may send it, and which hosts have to take it in over the network.

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cluster::{Cluster, Group, Host, MAX_CLUSTER_DEVICES, MAX_HOSTS, MAX_NICS, MAX_TIERS, Tier};
 use crate::id::HostId;
+use crate::printable::one_line;
 
 use super::error::PlanDocError;
 
@@ -21,6 +22,9 @@ pub struct ClusterDoc {
     pub message_s: f64,
     #[serde(default, skip_serializing_if = "is_zero")]
     pub local_message_s: f64,
+    /// Where and when all of these were measured, if they were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured: Option<String>,
 }
 
 /// A run of hosts that are alike.
@@ -70,7 +74,8 @@ impl ClusterDoc {
         let hosts = cluster.hosts.chunk_by(|a, b| a == b).map(HostDoc::new).collect();
         let tiers = cluster.tiers.iter().map(TierDoc::new).collect();
         let Cluster { latency_s, local_latency_s, message_s, local_message_s, .. } = *cluster;
-        Self { hosts, tiers, latency_s, local_latency_s, message_s, local_message_s }
+        let measured = cluster.measured.clone();
+        Self { hosts, tiers, latency_s, local_latency_s, message_s, local_message_s, measured }
     }
 
     pub fn to_cluster(&self) -> Result<Cluster, PlanDocError> {
@@ -103,7 +108,8 @@ impl ClusterDoc {
             return Err(bad("tiers", self.tiers.len()));
         }
         let tiers = self.tiers.iter().map(|t| t.to_tier(hosts.len())).collect::<Result<_, _>>()?;
-        Ok(Cluster { hosts, tiers, latency_s, local_latency_s, message_s, local_message_s })
+        let measured = self.measured.as_deref().map(one_line);
+        Ok(Cluster { hosts, tiers, latency_s, local_latency_s, message_s, local_message_s, measured })
     }
 }
 

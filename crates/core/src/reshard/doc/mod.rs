@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Beside these a document carries what they leave open: the `tensors` where there are several, the resolved `cluster`,
-//! `chunk_bytes`, `reasons`, and for a transfer its `tensor` (if not the first), its `weight` (if not its bytes), its
+//! `chunk_bytes`, `reasons`, what each of many tensors costs, and for a transfer its `tensor` (if not the first), its `weight` (if not its bytes), its
 //! `lane` (if not the usual one), what it `reduce`s by, and whether the receiver `then_own` adds its own part. A plan
 //! without sums is complete without all of them.
 //!
@@ -50,6 +50,12 @@ pub struct PlanDoc {
     pub lower_bound_s: f64,
     pub predicted_s: f64,
     pub peak_extra_bytes: u64,
+    /// What was assumed of hosts that nobody described, where people should know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub assumed: Option<String>,
+    /// Of which tensors have shares.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub busiest_link: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chunk_bytes: Option<u64>,
     #[serde(default)]
@@ -64,6 +70,21 @@ pub struct TensorDoc {
     pub name: String,
     pub src: String,
     pub dst: String,
+    /// Predicted, where there are several tensors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cost: Option<CostDoc>,
+}
+
+/// What a tensor costs among others. Whoever reads a plan need not believe it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CostDoc {
+    pub bytes_moved: u64,
+    pub transfers: u64,
+    /// When its first byte leaves and its last one arrives.
+    pub start_s: f64,
+    pub end_s: f64,
+    /// Of the bytes that the busiest link carries.
+    pub share_of_busiest_link: f64,
 }
 
 /// Where a rank is, and the meshes it is in.
@@ -156,10 +177,21 @@ impl PlanDoc {
             lower_bound_s: figures.lower_bound_s,
             predicted_s: figures.predicted_s,
             peak_extra_bytes: figures.peak_extra_bytes,
+            assumed: None,
+            busiest_link: None,
             chunk_bytes: Some(plan.chunk_bytes),
             reasons: plan.reasons.clone(),
             transfers: (0..).zip(plan.transfers()).map(|(id, t)| TransferDoc::new(plan, id, t)).collect(),
         }
+    }
+
+    /// With what every tensor costs, in the order of the plan.
+    pub fn with_costs(mut self, busiest_link: String, costs: impl IntoIterator<Item = CostDoc>) -> Self {
+        self.busiest_link = Some(busiest_link);
+        for (tensor, cost) in self.tensors.iter_mut().zip(costs) {
+            tensor.cost = Some(cost);
+        }
+        self
     }
 
     /// The id under which the document lists a transfer of its plan. Ids rise, but may leave gaps.
@@ -191,6 +223,12 @@ impl PlanDoc {
         field("lower_bound_s", json(&self.lower_bound_s));
         field("predicted_s", json(&self.predicted_s));
         field("peak_extra_bytes", self.peak_extra_bytes.to_string());
+        if let Some(assumed) = &self.assumed {
+            field("assumed", json(assumed));
+        }
+        if let Some(link) = &self.busiest_link {
+            field("busiest_link", json(link));
+        }
         if let Some(chunk_bytes) = self.chunk_bytes {
             field("chunk_bytes", chunk_bytes.to_string());
         }
@@ -218,7 +256,7 @@ fn lines(values: &[impl Serialize]) -> String {
 impl TensorDoc {
     fn new(reshard: &super::Reshard) -> Self {
         let (src, dst) = (reshard.src.layout.to_string(), reshard.dst.layout.to_string());
-        Self { name: reshard.name.clone(), src, dst }
+        Self { name: reshard.name.clone(), src, dst, cost: None }
     }
 }
 

@@ -94,7 +94,7 @@ impl PlanDoc {
             };
         };
         match self.tensors.as_slice() {
-            [] => Ok(vec![TensorDoc { name: String::new(), src: src.clone(), dst: dst.clone() }]),
+            [] => Ok(vec![TensorDoc { name: String::new(), src: src.clone(), dst: dst.clone(), cost: None }]),
             [only] if only.src == *src && only.dst == *dst => Ok(self.tensors.clone()),
             [first, ..] => Err(PlanDocError::TensorsContradict {
                 top: format!("{src} -> {dst}"),

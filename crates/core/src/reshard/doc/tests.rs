@@ -51,6 +51,7 @@ fn several_tensors_and_a_described_cluster_survive_too() {
     problem.cluster.hosts[1].nics = 2;
     problem.cluster.hosts[1].memory_bytes = Some(1 << 40);
     problem.cluster.latency_s = 0.1 + 0.2;
+    problem.cluster.measured = Some("a rack of ours".into());
     problem.cluster.tiers.push(crate::cluster::Tier {
         name: "leaf".into(),
         groups: vec![crate::cluster::Group {
@@ -69,6 +70,27 @@ fn several_tensors_and_a_described_cluster_survive_too() {
     let text = text(&plan);
     assert!(text.contains("\"reduce\":\"sum\"") && !text.contains("\n  \"src\""));
     assert_eq!(PlanDoc::parse(&text).unwrap().to_plan().unwrap(), plan);
+}
+
+#[test]
+fn what_tensors_cost_survives_and_changes_no_plan() {
+    let plan = plan();
+    let figures = Figures { lower_bound_s: 1.0 / 3.0, predicted_s: 1.28e-8, peak_extra_bytes: 64 };
+    let cost = CostDoc {
+        bytes_moved: 192,
+        transfers: 6,
+        start_s: 0.1,
+        end_s: 0.3,
+        share_of_busiest_link: 1.0 / 3.0,
+    };
+    let doc = PlanDoc::new(&plan, figures).with_costs("h0 nic out".into(), [cost]);
+    let text = doc.to_json();
+    assert!(
+        text.contains("\"busiest_link\": \"h0 nic out\"") && text.contains("\"cost\":{\"bytes_moved\":192")
+    );
+    let read = PlanDoc::parse(&text).unwrap();
+    assert_eq!(read, doc);
+    assert_eq!(read.to_plan().unwrap(), plan);
 }
 
 #[test]

@@ -39,6 +39,7 @@ use super::lower::lower;
 use super::plan::Plan;
 use super::problem::{PlanError, Problem};
 use super::strategy::{MIN_CHUNK_BYTES, PlanOptions};
+use crate::cluster::Host;
 use crate::id::Rank;
 use crate::units::{Bytes, Seconds};
 use emit::Emitter;
@@ -46,7 +47,7 @@ use gathered::Gathered;
 use links::Links;
 use packing::{Packing, pack};
 use routes::{Route, routes};
-use sums::{Balanced, Shape, Style};
+use sums::{Balanced, MANY_PAIRS, Shape, Style};
 use tiers::tiered_routes;
 use trees::{Commodity, commodities};
 
@@ -54,6 +55,12 @@ use trees::{Commodity, commodities};
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
 /// The same for sums: paths through many hosts take long to simulate.
 const MAX_COMPARED_SUMS: usize = 4_000;
+/// Streams of sums are simulated while they are no larger than this, and taken where they are that close to the bound.
+const MAX_STREAMED: usize = 60_000;
+const MAX_STREAMED_BY_NIC: usize = 8_000;
+const STREAMED_GAIN: f64 = 1.05;
+/// Chains of no more hosts than this are quickly simulated.
+const SHALLOW: u32 = 8;
 /// Shapes of trees by load towards the root and away from it, and batches, in the order in which they are tried.
 const BALANCED: [(Shape, Shape, u64); 6] = [
     (Shape::Path, Shape::Path, 1),
@@ -87,10 +94,10 @@ const MAX_STRETCH: f64 = 64.0;
 pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
     let gathered = Gathered::of(problem)?;
     if gathered.len() == 0 {
-        return plan_all(problem, options);
+        return plan_all(problem, options, MANY_PAIRS);
     }
     let (others, numbers) = gathered.others(problem);
-    let mut plan = plan_all(&others, options)?;
+    let mut plan = plan_all(&others, options, MANY_PAIRS)?;
     plan.renumber(problem.clone(), &numbers);
     gathered.add_to(&mut plan);
     plan.reasons.push(format!(
@@ -103,8 +110,14 @@ pub(crate) fn plan(problem: &Problem, options: &PlanOptions) -> Result<Plan, Pla
     Ok(plan)
 }
 
-/// Every tensor piece by piece.
-fn plan_all(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError> {
+/// The same with all sums in blocks that can be, however few: for tests of large plans on small ones.
+#[doc(hidden)]
+pub fn plan_in_blocks(problem: &Problem) -> Result<Plan, PlanError> {
+    plan_all(problem, &PlanOptions::default(), 0)
+}
+
+/// Every tensor piece by piece. Sums that would take `many_pairs` transfers and more are put together in blocks.
+fn plan_all(problem: &Problem, options: &PlanOptions, many_pairs: u64) -> Result<Plan, PlanError> {
     if let Some(chunk) = options.chunk_bytes.filter(|&c| c < MIN_CHUNK_BYTES) {
         return Err(PlanError::ChunkTooSmall(chunk));
     }
@@ -115,7 +128,8 @@ fn plan_all(problem: &Problem, options: &PlanOptions) -> Result<Plan, PlanError>
         options,
         demands: &demands,
         bound_s: bound.seconds,
-        style: Style::Turns { stars: true, follow: false },
+        many_pairs,
+        style: Style::Turns { stars: true, follow: false, by_nic: false },
     };
     let mut best = flow.build(1.0, false)?;
     if !demands.sums.is_empty() {
@@ -140,6 +154,8 @@ struct Flow<'a> {
     options: &'a PlanOptions,
     demands: &'a Demands,
     bound_s: f64,
+    /// Sums of so many transfers are put together in blocks.
+    many_pairs: u64,
     /// How sums are added up.
     style: Style,
 }
@@ -154,6 +170,10 @@ struct Built {
     relayed_bytes: u64,
     /// Forwarding hops between hosts of the deepest route.
     depth: u32,
+    /// Whether sums follow each other as streams.
+    is_streamed: bool,
+    /// Whether every sum was put together in blocks.
+    are_blocks: bool,
     /// How many trees were packed, if they were.
     packed_trees: Option<usize>,
     predicted: OnceCell<f64>,
@@ -179,23 +199,37 @@ impl Flow<'_> {
         let (local_s, _) = least_time(&out_jobs(&inside), &local_rates, &no_loads, self.bound_s);
         let local = routes(&inside, &local_rates, &no_loads, local_s).expect("the least time is enough");
         emitter.local(&inside, &local);
+        let (is_streamed, are_blocks) = (emitter.is_streamed, emitter.are_blocks);
         let mut plan = emitter.into_plan();
         let depth = deepest(&remote);
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
         let (packed_trees, predicted) = (None, OnceCell::new());
-        Ok(Built { plan, stretch, seconds, port_seconds, relayed_bytes, depth, packed_trees, predicted })
+        Ok(Built {
+            plan,
+            stretch,
+            seconds,
+            port_seconds,
+            relayed_bytes,
+            depth,
+            is_streamed,
+            are_blocks,
+            packed_trees,
+            predicted,
+        })
     }
 
     /// Adds sums up in other ways, until one is close to the bound, and takes the fastest: by paths alone, since at a star
     /// one sender may wait for another; and along trees by load.
     fn try_styles(&mut self, mut best: Built) -> Result<Built, PlanError> {
-        if self.bound_s == 0.0 {
-            return Ok(best);
+        if self.bound_s == 0.0 || best.are_blocks {
+            return Ok(best); // blocks are what they are in every style
         }
         best = self.try_following(best)?;
         let links = Links::of(self.problem);
-        let mut styles = vec![Style::Turns { stars: false, follow: false }];
+        let mut styles = vec![Style::Turns { stars: false, follow: false, by_nic: false }];
         if self.options.max_extra_bytes.is_none() {
+            let by_nic = Style::Turns { stars: true, follow: false, by_nic: true };
+            styles.extend(self.shares_nics_unevenly().then_some(by_nic));
             let bound_s = self.bound_s;
             let balanced = |(up, down, batches)| Style::Balanced(Balanced { up, down, batches, bound_s });
             styles.extend(BALANCED.map(balanced));
@@ -215,20 +249,54 @@ impl Flow<'_> {
         Ok(best)
     }
 
-    /// Lets boxes follow each other through many hosts. Side by side they take long to fill their paths, and one behind the other
-    /// they may be in each other's way where paths part: which is faster is seen by simulating both.
+    /// Lets boxes follow each other through many hosts, as a stream for every port. Side by side they take long to fill their paths, and one
+    /// behind the other they may be in each other's way where paths part: which is faster is seen by simulating both, where that
+    /// does not take long. Streams do not; others do where paths are long.
     fn try_following(&mut self, best: Built) -> Result<Built, PlanError> {
         let size = best.plan.transfers().len();
-        if size <= MAX_COMPARED_SUMS || size > MAX_COMPARED_TRANSFERS {
+        let is_known = size <= MAX_COMPARED_SUMS || (best.is_shallow() && size <= MAX_STREAMED);
+        if size > MAX_STREAMED || (is_known && best.predicted_s() <= CLOSE_ENOUGH * self.bound_s) {
             return Ok(best);
         }
-        let side_by_side = std::mem::replace(&mut self.style, Style::Turns { stars: true, follow: true });
-        let rival = self.build(1.0, false)?;
-        if rival.plan != best.plan && rival.predicted_s() < best.predicted_s() * 0.999 {
-            return Ok(rival);
+        let mut best_style = self.style;
+        let (mut best, mut is_known) = (best, is_known);
+        for by_nic in [false, true] {
+            self.style = Style::Turns { stars: false, follow: true, by_nic };
+            let rival = self.build(1.0, false)?;
+            let most = if by_nic { MAX_STREAMED_BY_NIC } else { MAX_STREAMED };
+            if rival.is_streamed && rival.plan.transfers().len() <= most {
+                let rival_s = rival.predicted_s();
+                let is_faster = match is_known || best.plan.transfers().len() <= MAX_COMPARED_TRANSFERS {
+                    _ if !is_known && rival_s <= CLOSE_ENOUGH * self.bound_s => true,
+                    true => rival_s < best.predicted_s() * 0.999,
+                    false => rival_s <= STREAMED_GAIN * self.bound_s,
+                };
+                if is_faster {
+                    (best, best_style, is_known) = (rival, self.style, true);
+                }
+            }
+            let limited = self.options.max_extra_bytes.is_some();
+            if limited
+                || !self.has_many_ports()
+                || (is_known && best.predicted_s() <= CLOSE_ENOUGH * self.bound_s)
+            {
+                break;
+            }
         }
-        self.style = side_by_side;
+        self.style = best_style;
         Ok(best)
+    }
+
+    fn has_many_ports(&self) -> bool {
+        self.problem.topology.ports.len() > self.problem.topology.num_hosts()
+    }
+
+    /// Whether devices of some host have more or less of a NIC than others: then arriving at a NIC instead of at a device may be worth another
+    /// hop.
+    fn shares_nics_unevenly(&self) -> bool {
+        let uneven =
+            |h: &Host| h.nics > 1 && !h.devices.is_multiple_of(h.nics) && !h.nics.is_multiple_of(h.devices);
+        self.problem.cluster.hosts.iter().any(uneven)
     }
 
     /// Whether other ways to add up need not be tried.
@@ -326,7 +394,7 @@ impl Flow<'_> {
     fn emitter(&self) -> Result<Emitter<'_>, PlanError> {
         let mut emitter =
             Emitter::new(self.problem, self.demands, Plan::new(self.problem.clone(), "flow", 0));
-        emitter.sums(self.options.max_extra_bytes, self.style)?;
+        emitter.sums(self.options.max_extra_bytes, self.style, self.many_pairs)?;
         Ok(emitter)
     }
 
@@ -334,6 +402,7 @@ impl Flow<'_> {
         let shares = packing.shares();
         let mut emitter = self.emitter()?;
         emitter.packed(commodities, &shares);
+        let are_blocks = emitter.are_blocks;
         let mut plan = emitter.into_plan();
         plan.chunk_bytes = self.options.chunk_bytes.unwrap_or_else(|| fitting_chunk(&plan));
         Ok(Built {
@@ -343,6 +412,8 @@ impl Flow<'_> {
             seconds: packing.busiest_s(),
             port_seconds: 0.0,
             relayed_bytes: 0,
+            is_streamed: false,
+            are_blocks,
             packed_trees: Some(shares.iter().map(Vec::len).sum()),
             predicted: OnceCell::new(),
         })
@@ -364,6 +435,11 @@ impl Flow<'_> {
 impl Built {
     fn predicted_s(&self) -> f64 {
         *self.predicted.get_or_init(|| self.plan.predicted_s())
+    }
+
+    /// No chain goes through many hosts.
+    fn is_shallow(&self) -> bool {
+        network_depths(&self.plan).into_iter().all(|depth| depth <= SHALLOW)
     }
 
     /// Small enough to be compared with others by simulating both.

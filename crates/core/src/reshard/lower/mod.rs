@@ -28,7 +28,8 @@ use super::plan::Plan;
 use super::problem::Reshard;
 use super::shards::AllSides;
 use emit::lower_rank;
-use touching::{Lookup, Touching};
+use touching::Lookup;
+pub(crate) use touching::Touching;
 
 /// The chunk of programs in which nobody follows what has half arrived: then nobody gains by small ones.
 const WHOLE: u64 = u64::MAX;
@@ -51,7 +52,7 @@ pub fn lower(plan: &Plan) -> Program {
 /// Lowers a plan for tensors that lie as told.
 pub fn lower_with(plan: &Plan, memory: Addressing) -> Program {
     let sides = AllSides::of(&plan.problem);
-    let touching = Touching::all(plan);
+    let touching = plan.touching();
     let mut program = start(plan);
     let mut lookup = Lookup::table(plan.transfers().len());
     for rank in (0..plan.problem.topology.num_ranks()).map(Rank::at) {
@@ -67,35 +68,45 @@ pub fn lower_with(plan: &Plan, memory: Addressing) -> Program {
     program
 }
 
-/// One rank's part of what [`lower`] makes: as many ranks, of which the others do nothing. It costs one look at every transfer and
-/// then in proportion to the rank's own; whoever needs many ranks' parts keeps a [`Projector`].
+/// Lowers one rank after the other and keeps none: `look` sees each with the tables of tensors and boxes, until it has seen enough. True
+/// if it has seen all.
+pub(crate) fn lower_each(
+    plan: &Plan,
+    sides: &AllSides,
+    memory: Addressing,
+    mut look: impl FnMut(&Program, Rank, &RankProgram) -> bool,
+) -> bool {
+    let touching = plan.touching();
+    let mut program = start(plan);
+    let mut lookup = Lookup::table(plan.transfers().len());
+    (0..plan.problem.topology.num_ranks()).map(Rank::at).all(|rank| {
+        let mine = touching.of(rank);
+        lookup.fill(mine.transfers);
+        program.boxes.forget_own();
+        let lowered = lower_rank(plan, sides, rank, memory, mine, &lookup, &mut program.boxes);
+        look(&program, rank, &lowered)
+    })
+}
+
+/// One rank's part of what [`lower`] makes: as many ranks, of which the others do nothing. It costs in proportion to the rank's own
+/// transfers, and, of a plan that was read or put together and has not been lowered yet, a look at every transfer.
 pub fn project(plan: &Plan, rank: Rank, memory: Addressing) -> Program {
-    let (sides, touching) = (AllSides::of(&plan.problem), Touching::one(plan, rank));
-    Projector { plan, sides, touching }.project(rank, memory)
-}
-
-/// Lowers single ranks: it looks at the plan once, and a rank's part costs in proportion to the rank's own transfers.
-pub struct Projector<'a> {
-    plan: &'a Plan,
-    sides: AllSides,
-    touching: Touching,
-}
-
-impl<'a> Projector<'a> {
-    pub fn new(plan: &'a Plan) -> Self {
-        Self { plan, sides: AllSides::of(&plan.problem), touching: Touching::all(plan) }
-    }
-
-    /// What [`project`] returns.
-    pub fn project(&self, rank: Rank, memory: Addressing) -> Program {
-        let mut program = start(self.plan);
-        let mine = self.touching.of(rank);
-        let lookup = Lookup::map(mine.transfers);
-        let lowered = lower_rank(self.plan, &self.sides, rank, memory, mine, &lookup, &mut program.boxes);
-        program.ranks = vec![RankProgram::default(); self.plan.problem.topology.num_ranks()];
-        program.ranks[rank.index()] = lowered;
-        program
-    }
+    let alone;
+    let touching = match plan.known_touching() {
+        Some(touching) => touching,
+        None => {
+            alone = Touching::one(plan, rank);
+            &alone
+        }
+    };
+    let sides = AllSides::of(&plan.problem);
+    let mut program = start(plan);
+    let mine = touching.of(rank);
+    let lookup = Lookup::map(mine.transfers);
+    let lowered = lower_rank(plan, &sides, rank, memory, mine, &lookup, &mut program.boxes);
+    program.ranks = vec![RankProgram::default(); plan.problem.topology.num_ranks()];
+    program.ranks[rank.index()] = lowered;
+    program
 }
 
 fn start(plan: &Plan) -> Program {

@@ -25,6 +25,7 @@ pub struct Mine<'a> {
     pub first_free_lane: u32,
 }
 
+#[derive(Debug)]
 pub struct Touching {
     /// By rank: its transfers are `transfers[starts[r]..starts[r + 1]]`. For one rank alone, all are its own.
     starts: Vec<usize>,
@@ -37,7 +38,8 @@ pub struct Touching {
 
 impl Touching {
     pub fn all(plan: &Plan) -> Self {
-        let num_ranks = plan.problem.topology.num_ranks();
+        let named = plan.transfers().iter().map(|t| t.src.index().max(t.dst.index()) + 1);
+        let num_ranks = named.max().unwrap_or(0);
         let mut starts = vec![0; num_ranks + 1];
         for t in plan.transfers() {
             starts[t.src.index() + 1] += 1;
@@ -75,7 +77,8 @@ impl Touching {
             }
         }
         let mut words = vec![];
-        for (id, t) in (0..).map(TransferId).zip(plan.transfers()) {
+        let ordered = if plan.is_unordered() { &[][..] } else { plan.transfers() };
+        for (id, t) in (0..).map(TransferId).zip(ordered) {
             if plan.after(t).iter().any(|a| arrives.contains(a.index())) {
                 words.extend(words_for(plan, id, t).filter(|word| word.from == rank));
             }
@@ -87,7 +90,10 @@ impl Touching {
     pub fn of(&self, rank: Rank) -> Mine<'_> {
         let transfers = match self.only {
             Some(_) => &self.transfers[..],
-            None => &self.transfers[self.starts[rank.index()]..self.starts[rank.index() + 1]],
+            None => match self.starts.get(rank.index()..rank.index() + 2) {
+                Some(ends) => &self.transfers[ends[0]..ends[1]],
+                None => &[], // beyond the last one that moves anything
+            },
         };
         let first = self.words.partition_point(|w| w.from < rank);
         let len = self.words[first..].partition_point(|w| w.from == rank);

@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use crate::id::{DeviceId, MicrobatchId, StageId};
-use crate::schedule::{Channel, Costs, Edge, Footprint, Pass, PassKind, Placement};
+use crate::schedule::{Costs, Edge, Footprint, Pass, PassKind, Placement};
 
 /// When weight gradients are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -300,11 +300,7 @@ impl<'a> State<'a> {
 
     fn send(&mut self, channel: usize, into: usize, ready: f64, cost: f64) -> f64 {
         let free = &mut self.channels[channel][into];
-        let start = match self.setup.costs.channel() {
-            Channel::Serial => ready.max(*free),
-            Channel::Delay => ready,
-        };
-        *free = start + cost;
+        *free = self.setup.costs.channel().start(ready, *free) + cost;
         *free
     }
 

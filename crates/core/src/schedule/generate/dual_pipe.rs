@@ -1,8 +1,8 @@
 //! DualPipeV (DeepSeek): two chunks a device in a V; in the steady state each forward of one chunk is paired with a backward
 //! of the other, so that the communication of one hides behind the compute of the other.
 //!
-//! Here pairs run one after the other, but start together: both wait until both can. torch reads and writes them as one
-//! action.
+//! Here pairs run one after the other, but start together: the first waits until both can ([`Schedule::with_pairs`]).
+//! torch reads and writes them as one action.
 
 use std::collections::VecDeque;
 

@@ -336,7 +336,7 @@ impl Builder<'_> {
 }
 
 /// The op of a plan as one of many in a step.
-fn shift(kind: OpKind, tags: u32, lanes: u32, tiles: u32) -> OpKind {
+pub(super) fn shift(kind: OpKind, tags: u32, lanes: u32, tiles: u32) -> OpKind {
     let tile = |tile| match tile {
         TileId::NOWHERE => TileId::NOWHERE,
         TileId(place) => TileId(place + tiles),

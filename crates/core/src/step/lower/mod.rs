@@ -8,6 +8,7 @@
 //! as workers do that are sent a list of instructions each.
 
 mod cross;
+mod inside;
 mod rank_ops;
 
 use std::collections::BTreeMap;
@@ -24,8 +25,10 @@ use crate::id::{MicrobatchId, Rank, RegionId, StageId};
 use crate::program::{BoxTable, OpKind, Program, Tensor, TileId};
 use crate::reshard::lower;
 use crate::schedule::{Costs, Hop, Pass, PassKind, Schedule, StageCost, time};
-use crate::verify::{Law, Verified, VerifyError};
+use crate::verify::{Law, Verified, VerifyError, check_step};
 use rank_ops::{RankOps, done};
+
+pub use inside::lower_lists;
 
 /// A part of a pass; `OpKind::Compute { pass, .. }` is an index into [`StepProgram::parts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,7 +95,7 @@ const STAGING_TURNS: u32 = 2;
 /// Buffers that a crossing has beyond what its stages keep: one that fills and one that empties.
 const SPARE_BUFFERS: u32 = 2;
 
-/// Lowers a step, and proves that its program cannot get stuck.
+/// Lowers a step, and proves its program: every pass begins with what it needs, and nothing gets stuck.
 pub fn lower_step(step: &Step) -> Result<StepProgram, StepError> {
     check(step)?;
     let order: Vec<Item> = match step.overlap {
@@ -106,7 +109,7 @@ pub fn lower_step(step: &Step) -> Result<StepProgram, StepError> {
     loop {
         let buffers = step.crossings.iter().map(|c| [num_buffers(step, c, spare); 2]).collect();
         let built = Builder::new(step, &lowered, buffers).build(&order)?;
-        match built.verified() {
+        match built.verified(step) {
             Ok(step) => return Ok(step),
             // Passes that free buffers out of turn need more of them.
             Err(error) if error.law() == Law::Deadlock && spare < microbatches => spare *= 2,
@@ -164,9 +167,10 @@ struct Built {
 }
 
 impl Built {
-    fn verified(self) -> Result<StepProgram, VerifyError> {
+    fn verified(self, step: &Step) -> Result<StepProgram, VerifyError> {
         let Self { program, parts, instances, instance_of, buffers, slots, lowered } = self;
         let program = Verified::program(program)?;
+        check_step(step, &program, &parts, &instances)?;
         Ok(StepProgram { program, parts, instances, instance_of, buffers, slots, lowered })
     }
 }

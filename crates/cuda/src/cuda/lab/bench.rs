@@ -10,8 +10,8 @@ use serde::Serialize;
 use super::{Buffer, Lab};
 use crate::cuda::lt::{Epilogue, Product, Products};
 use crate::cuda::ops::{
-    AdamState, AdamW, At, Draws, Norm, NormIn, NormOut, NormSaved, Queue, Real, Rotary, Rows, Tables,
-    sort_ids,
+    Activation, AdamState, AdamW, At, Draws, Norm, NormIn, NormOut, NormSaved, Queue, Real, Rotary, Rows,
+    Tables, sort_ids,
 };
 use crate::driver::{Driver, Way};
 use crate::{BoxCopy, CudaError, Side};
@@ -95,7 +95,7 @@ impl<'a> Bench<'_, 'a> {
         kernel: String,
         moved: f64,
         sets: usize,
-        mut run: impl FnMut(&Queue<'a>, usize) -> Result<(), CudaError>,
+        mut run: impl FnMut(&Queue, usize) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
         let queue = &self.lab.queue;
         let mut next = 0;
@@ -152,22 +152,22 @@ pub fn kernels(lab: &Lab<'_>) -> Result<Vec<Timed>, CudaError> {
     for real in Real::ALL {
         let len = u64::from(ROWS) * u64::from(WIDTH);
         let (n, row) = (len * real.bytes(), u64::from(WIDTH) * real.bytes());
-        let stats = u64::from(ROWS) * 4;
+        let stats = u64::from(ROWS) * 8;
         let size = Rows { rows: ROWS, cols: WIDTH };
         let name = |what: &str| format!("{what} {} [{ROWS}, {WIDTH}]", real.name());
         for norm in [Norm::Layer, Norm::Rms] {
-            let sets = bench.sets(&[n, n, n, n, row, row, stats, stats])?;
+            let sets = bench.sets(&[n, n, n, n, row, row, stats])?;
             let what = name(&format!("{norm:?} norm + residual forward"));
             bench.time(what, 4.0 * n as f64, sets.len(), |q, i| unsafe {
-                let [x, r, s, y, g, b, m, d] = at(&sets[i]);
+                let [x, r, s, y, g, b, stats] = at(&sets[i]);
                 let from = NormIn { x, residual: r, gamma: g, beta: b };
-                q.norm_forward(norm, real, size, from, 1e-5, NormOut { sum: s, y, mean: m, rstd: d })
+                q.norm_forward(norm, real, size, from, 1e-5, NormOut { sum: s, y, stats })
             })?;
             let sums = bench.lab.bytes(u64::from(WIDTH) * 8)?;
             let what = name(&format!("{norm:?} norm + residual backward"));
             bench.time(what, 4.0 * n as f64, sets.len(), |q, i| unsafe {
-                let [x, dy, r, dx, g, _, m, d] = at(&sets[i]);
-                let saved = NormSaved { x, gamma: g, mean: m, rstd: d, dy, residual: r };
+                let [x, dy, r, dx, g, _, stats] = at(&sets[i]);
+                let saved = NormSaved { x, gamma: g, stats, dy, residual: r };
                 q.norm_backward(norm, real, size, saved, dx, (sums.at(), true))
             })?;
         }
@@ -176,17 +176,17 @@ pub fn kernels(lab: &Lab<'_>) -> Result<Vec<Timed>, CudaError> {
         let name4 = |what: &str| format!("{what} {} [{ROWS}, {}]", real.name(), 4 * WIDTH);
         let sets = bench.sets(&[w, w, w, w])?;
         bench.time(name4("gelu forward"), 2.0 * w as f64, sets.len(), |q, i| unsafe {
-            q.gelu_forward(real, sets[i][0].at(), wide, sets[i][1].at())
+            q.activate(Activation::Gelu, real, sets[i][0].at(), wide, sets[i][1].at())
         })?;
         bench.time(name4("gelu backward"), 3.0 * w as f64, sets.len(), |q, i| unsafe {
-            q.gelu_backward(real, sets[i][0].at(), wide, sets[i][1].at())
+            q.activate_backward(Activation::Gelu, real, sets[i][0].at(), wide, sets[i][1].at())
         })?;
         bench.time(name4("swiglu forward"), 3.0 * w as f64, sets.len(), |q, i| unsafe {
-            q.swiglu_forward(real, (sets[i][0].at(), sets[i][1].at()), wide, sets[i][2].at())
+            q.gate(Activation::Silu, real, (sets[i][0].at(), sets[i][1].at()), wide, sets[i][2].at())
         })?;
         bench.time(name4("swiglu backward"), 5.0 * w as f64, sets.len(), |q, i| unsafe {
             let [gate, up, dy, dg] = at(&sets[i]);
-            q.swiglu_backward(real, (gate, up), wide, (dy, dg))
+            q.gate_backward(Activation::Silu, real, (gate, up), wide, (dy, dg))
         })?;
         bench.time(name4("dropout"), 2.0 * w as f64, sets.len(), |q, i| unsafe {
             let draws = (Draws { key: [1, 2], high: [3, 4] }, 0);
@@ -255,7 +255,7 @@ fn embedding(bench: &mut Bench<'_, '_>, real: Real, sets: &[Vec<Buffer<'_>>]) ->
         Tables { tokens: tokens.at(), positions: positions.at(), first: 0, held: CLASSES, context: CONTEXT };
     let what = |what: &str| format!("embedding {what} {} [{ROWS}, {WIDTH}]", real.name());
     bench.time(what("forward"), 3.0 * moved, sets.len(), |q, i| unsafe {
-        q.embedding_forward(real, size, &tables, words.at(), sets[i][0].at())
+        q.embedding_forward(real, size, &tables, words.at(), (sets[i][0].at(), false))
     })?;
     let sorted = sort_ids(&ids, 0, CLASSES);
     let [entries, starts, rows] =
@@ -273,8 +273,15 @@ fn embedding(bench: &mut Bench<'_, '_>, real: Real, sets: &[Vec<Buffer<'_>>]) ->
 fn update(bench: &mut Bench<'_, '_>, real: Real) -> Result<(), CudaError> {
     let n = PARAMETERS;
     let sets = bench.sets(&[n * real.bytes(), n * 4, n * 4, n * 4, n * 2])?;
-    let numbers =
-        AdamW { learning_rate: 1e-4, beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1, step: 10 };
+    let numbers = AdamW {
+        learning_rate: 1e-4,
+        beta1: 0.9,
+        beta2: 0.95,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+        step: 10,
+        grad_scale: 1.0,
+    };
     let what = format!("adamw, gradients in {} [{n}]", real.name());
     bench.time(what, n as f64 * (26 + real.bytes()) as f64, sets.len(), |q, i| unsafe {
         let [grads, params, first, second, copy] = at(&sets[i]);
@@ -306,7 +313,7 @@ fn boxes(bench: &mut Bench<'_, '_>) -> Result<(), CudaError> {
 
 /// A layer's products, forward, of activations' and of weights' gradients; and the head's.
 #[expect(unsafe_code, reason = "buffers as large as the sizes say")]
-pub fn products(lab: &Lab<'_>, products: &Products<'_>) -> Result<Vec<Timed>, CudaError> {
+pub fn products(lab: &Lab<'_>, products: &Products) -> Result<Vec<Timed>, CudaError> {
     let bench = Bench { lab, roof: 989e12, timed: vec![] };
     let mut timed = vec![];
     let (tokens, width) = (u64::from(ROWS), u64::from(WIDTH));
@@ -334,8 +341,14 @@ pub fn products(lab: &Lab<'_>, products: &Products<'_>) -> Result<Vec<Timed>, Cu
                 _ => Epilogue::Bias { bias: bias.at() },
             };
             let real = Real::Bf16;
-            let product =
-                Product { rows, cols, inner, a_transposed, b_transposed, real, result, beta, epilogue };
+            let product = Product {
+                a_transposed,
+                b_transposed,
+                result,
+                beta,
+                epilogue,
+                ..Product::new(rows, cols, inner, real)
+            };
             // SAFETY: buffers of these sizes.
             let run = || unsafe { products.multiply(&lab.queue, &product, (a.at(), b.at()), c.at()) };
             run()?;

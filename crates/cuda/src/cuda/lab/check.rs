@@ -4,7 +4,8 @@ use super::reference as truth;
 use super::{Checked, Lab, allowed, rounded};
 use crate::CudaError;
 use crate::cuda::ops::{
-    AdamState, AdamW, Draws, Norm, NormIn, NormOut, NormSaved, Real, Rotary, Rows, Tables, sort_ids,
+    Activation, AdamState, AdamW, Draws, Norm, NormIn, NormOut, NormSaved, Real, Rotary, Rows, Tables,
+    sort_ids,
 };
 
 /// All of them, at `sizes` random sizes each.
@@ -68,24 +69,27 @@ fn norms(
     let (x, r, g, bt) =
         (lab.put(real, &a)?, lab.put(real, &b)?, lab.put(real, &gamma)?, lab.put(real, &beta)?);
     let (sum_out, y_out) = (lab.empty(real, len)?, lab.empty(real, len)?);
-    let (mean_out, rstd_out) = (lab.empty(Real::F32, rows)?, lab.empty(Real::F32, rows)?);
+    // As they lie: mean and rstd of a row one behind the other, or rstd alone.
+    let laid = |mean: &[f64], rstd: &[f64]| -> Vec<f64> {
+        let rows = mean.iter().zip(rstd);
+        rows.flat_map(|(m, r)| if layer { vec![*m, *r] } else { vec![*r] }).collect()
+    };
+    let stats = laid(&mean, &rstd);
+    let stats_out = lab.empty(Real::F32, stats.len())?;
     let from = NormIn {
         x: x.at(),
         residual: if residual { r.at() } else { 0 },
         gamma: g.at(),
         beta: if layer { bt.at() } else { 0 },
     };
-    let into = NormOut { sum: sum_out.at(), y: y_out.at(), mean: mean_out.at(), rstd: rstd_out.at() };
-    let mut outputs = vec![(&y_out, real, &y[..]), (&rstd_out, Real::F32, &rstd[..])];
-    if layer {
-        outputs.push((&mean_out, Real::F32, &mean[..]));
-    }
+    let into = NormOut { sum: sum_out.at(), y: y_out.at(), stats: stats_out.at() };
+    let mut outputs = vec![(&y_out, real, &y[..]), (&stats_out, Real::F32, &stats[..])];
     if residual {
         outputs.push((&sum_out, real, &input[..]));
     }
-    let poison = || [&y_out, &sum_out, &mean_out, &rstd_out].into_iter().try_for_each(|b| b.poison());
+    let poison = || [&y_out, &sum_out, &stats_out].into_iter().try_for_each(|b| b.poison());
     // SAFETY: buffers of these sizes.
-    let run = |queue: &crate::cuda::ops::Queue<'_>| unsafe {
+    let run = |queue: &crate::cuda::ops::Queue| unsafe {
         queue.norm_forward(norm, real, size, from, epsilon, into)
     };
     // Means of numbers around zero are small: their error is that of the numbers.
@@ -101,19 +105,18 @@ fn norms(
         dx.iter_mut().zip(&d_residual).for_each(|(d, r)| *d += r);
     }
     let (x, d, dr) = (lab.put(real, &input)?, lab.put(real, &dy)?, lab.put(real, &d_residual)?);
-    let (m, s) = (lab.put(Real::F32, &mean)?, lab.put(Real::F32, &rstd)?);
+    let given = lab.put(Real::F32, &laid(&mean, &rstd))?;
     let (dx_out, sums_out) = (lab.empty(real, len)?, lab.empty(Real::F32, sums.len())?);
     let saved = NormSaved {
         x: x.at(),
         gamma: g.at(),
-        mean: if layer { m.at() } else { 0 },
-        rstd: s.at(),
+        stats: given.at(),
         dy: d.at(),
         residual: if residual { dr.at() } else { 0 },
     };
     let poison = || [&dx_out, &sums_out].into_iter().try_for_each(|b| b.poison());
     // SAFETY: buffers of these sizes.
-    let run = |queue: &crate::cuda::ops::Queue<'_>| unsafe {
+    let run = |queue: &crate::cuda::ops::Queue| unsafe {
         queue.norm_backward(norm, real, size, saved, dx_out.at(), (sums_out.at(), false))
     };
     let outputs = [(&dx_out, real, &dx[..]), (&sums_out, Real::F32, &sums[..])];
@@ -131,9 +134,8 @@ fn columns(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Checked, CudaE
     let (x, out) = (lab.put(real, &x)?, lab.put(Real::F32, &before)?);
     let again = super::stored(Real::F32, &before);
     // SAFETY: buffers of these sizes.
-    let run = |queue: &crate::cuda::ops::Queue<'_>| unsafe {
-        queue.column_sums(real, size, x.at(), (out.at(), true))
-    };
+    let run =
+        |queue: &crate::cuda::ops::Queue| unsafe { queue.column_sums(real, size, x.at(), (out.at(), true)) };
     let what = format!("bias gradient {} [{rows}, {cols}]", real.name());
     lab.check(what, 1e-5, || out.write(&again), run, &[(&out, Real::F32, &sums)])
 }
@@ -153,28 +155,28 @@ fn pointwise(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Vec<Checked>
         name("gelu forward"),
         allowed(real),
         poison,
-        |q| unsafe { q.gelu_forward(real, xb.at(), n, out.at()) },
+        |q| unsafe { q.activate(Activation::Gelu, real, xb.at(), n, out.at()) },
         &[(&out, real, &each(&|i| truth::gelu(x[i])))],
     )?);
     done.push(lab.check(
         name("gelu backward"),
         allowed(real),
         again,
-        |q| unsafe { q.gelu_backward(real, xb.at(), n, db.at()) },
+        |q| unsafe { q.activate_backward(Activation::Gelu, real, xb.at(), n, db.at()) },
         &[(&db, real, &each(&|i| dy[i] * truth::gelu_slope(x[i])))],
     )?);
     done.push(lab.check(
         name("swiglu forward"),
         allowed(real),
         poison,
-        |q| unsafe { q.swiglu_forward(real, (xb.at(), ub.at()), n, out.at()) },
+        |q| unsafe { q.gate(Activation::Silu, real, (xb.at(), ub.at()), n, out.at()) },
         &[(&out, real, &each(&|i| truth::silu(x[i]) * up[i]))],
     )?);
     done.push(lab.check(
         name("swiglu backward"),
         allowed(real),
         again,
-        |q| unsafe { q.swiglu_backward(real, (xb.at(), ub.at()), n, (db.at(), out.at())) },
+        |q| unsafe { q.gate_backward(Activation::Silu, real, (xb.at(), ub.at()), n, (db.at(), out.at())) },
         &[
             (&out, real, &each(&|i| dy[i] * up[i] * truth::silu_slope(x[i]))),
             (&db, real, &each(&|i| dy[i] * truth::silu(x[i]))),
@@ -248,7 +250,7 @@ fn rotary(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Checked, CudaEr
     let again = super::stored(real, &x);
     let what = format!("rotary back {} [{rows}, {heads} x {}]", real.name(), 2 * half);
     // SAFETY: buffers of these sizes.
-    let run = |q: &crate::cuda::ops::Queue<'_>| unsafe { q.rotary(real, &rotary, xb.at()) };
+    let run = |q: &crate::cuda::ops::Queue| unsafe { q.rotary(real, &rotary, xb.at()) };
     lab.check(what, allowed(real), || xb.write(&again), run, &[(&xb, real, &y)])
 }
 
@@ -268,7 +270,7 @@ fn classifier(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Checked, Cu
     let again = super::stored(real, &logits);
     let what = format!("classifier {} [{rows}, {classes} of {stride}]", real.name());
     // SAFETY: buffers of these sizes.
-    let run = |q: &crate::cuda::ops::Queue<'_>| unsafe {
+    let run = |q: &crate::cuda::ops::Queue| unsafe {
         q.classifier(real, size, (l.at(), stride as u32), t.at(), scale, loss.at())
     };
     let prepare = || l.write(&again).and_then(|()| loss.poison());
@@ -308,7 +310,7 @@ fn embedding(lab: &mut Lab<'_>, real: Real, round: usize) -> Result<Vec<Checked>
         allowed(real),
         || yb.poison(),
         // SAFETY: buffers of these sizes.
-        |q| unsafe { q.embedding_forward(real, size, &tables, ib.at(), yb.at()) },
+        |q| unsafe { q.embedding_forward(real, size, &tables, ib.at(), (yb.at(), false)) },
         &[(&yb, real, &y)],
     )?;
     let dy = lab.random.numbers(real, rows * width, 1.0);
@@ -348,7 +350,15 @@ fn adamw(lab: &mut Lab<'_>, real: Real) -> Result<Checked, CudaError> {
     let grads = lab.random.numbers(real, len, 1.0);
     let [params, first] = [1.0, 0.1].map(|scale| lab.random.numbers(f32, len, scale));
     let second: Vec<f64> = lab.random.numbers(f32, len, 0.1).iter().map(|v| v.abs()).collect();
-    let n = AdamW { learning_rate: 1e-2, beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1, step: 4 };
+    let n = AdamW {
+        learning_rate: 1e-2,
+        beta1: 0.9,
+        beta2: 0.95,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+        step: 4,
+        grad_scale: 1.0,
+    };
     let factor = 0.5f64;
     let (one, two) = (1.0 - n.beta1.powi(5), 1.0 - n.beta2.powi(5));
     let (mut p, mut m, mut v) = (vec![], vec![], vec![]);
@@ -367,8 +377,7 @@ fn adamw(lab: &mut Lab<'_>, real: Real) -> Result<Checked, CudaError> {
     let state = AdamState { params: pb.at(), first: mb.at(), second: vb.at(), copy: cb.at() };
     let prepare = || again.iter().try_for_each(|(b, bytes)| b.write(bytes)).and_then(|()| cb.poison());
     // SAFETY: buffers of these sizes.
-    let run =
-        |q: &crate::cuda::ops::Queue<'_>| unsafe { q.adamw(real, gb.at(), &n, sb.at(), len as u64, state) };
+    let run = |q: &crate::cuda::ops::Queue| unsafe { q.adamw(real, gb.at(), &n, sb.at(), len as u64, state) };
     let what = format!("adamw, gradients in {} [{len}]", real.name());
     // A copy may round the other way where the f32 is off by its last bit.
     let checked =
@@ -385,7 +394,7 @@ fn sums(lab: &mut Lab<'_>, real: Real) -> Result<Checked, CudaError> {
     let (xb, total, scale) = (lab.put(real, &x)?, lab.bytes(8)?, lab.empty(Real::F32, 1)?);
     let what = format!("norm and clipping {} [{len}]", real.name());
     // SAFETY: buffers of these sizes.
-    let run = |q: &crate::cuda::ops::Queue<'_>| unsafe {
+    let run = |q: &crate::cuda::ops::Queue| unsafe {
         q.sum_squares(real, xb.at(), len as u64, (total.at(), false))?;
         q.clip_scale(total.at(), limit, scale.at())
     };

@@ -169,7 +169,7 @@ pub fn stored(real: Real, numbers: &[f64]) -> Vec<u8> {
 /// A card with a queue to try things on.
 pub struct Lab<'a> {
     pub cuda: &'a Cuda,
-    pub queue: Queue<'a>,
+    pub queue: Queue,
     pub random: Random,
 }
 
@@ -202,7 +202,7 @@ impl<'a> Lab<'a> {
         what: String,
         allowed: f64,
         mut prepare: impl FnMut() -> Result<(), CudaError>,
-        mut run: impl FnMut(&Queue<'a>) -> Result<(), CudaError>,
+        mut run: impl FnMut(&Queue) -> Result<(), CudaError>,
         outputs: &[(&Buffer<'_>, Real, &[f64])],
     ) -> Result<Checked, CudaError> {
         let mut times = vec![];

@@ -7,7 +7,7 @@ use crate::cuda::lt::{Epilogue, Product, Products};
 use crate::cuda::ops::Real;
 
 /// Both orders of both operands, with every epilogue.
-pub fn all(lab: &mut Lab<'_>, products: &Products<'_>) -> Vec<Checked> {
+pub fn all(lab: &mut Lab<'_>, products: &Products) -> Vec<Checked> {
     let reals = Real::ALL.into_iter().cycle().take(16).enumerate();
     // A product that the library refuses is a wrong one.
     let refused = |error: CudaError| Checked {
@@ -20,7 +20,7 @@ pub fn all(lab: &mut Lab<'_>, products: &Products<'_>) -> Vec<Checked> {
 }
 
 #[expect(unsafe_code, reason = "buffers of this function's own")]
-fn one(lab: &mut Lab<'_>, products: &Products<'_>, i: usize, real: Real) -> Result<Checked, CudaError> {
+fn one(lab: &mut Lab<'_>, products: &Products, i: usize, real: Real) -> Result<Checked, CudaError> {
     // Whole vectors: what cuBLASLt asks for.
     let [rows, cols, inner] = [20, 30, 25].map(|limit| 8 * (1 + lab.random.below(limit)));
     let (a_transposed, b_transposed) = (i / 2 % 2 == 1, i / 4 % 2 == 1);
@@ -58,7 +58,7 @@ fn one(lab: &mut Lab<'_>, products: &Products<'_>, i: usize, real: Real) -> Resu
         Epilogue::GeluSlope { .. } => each(&|i, x| x * truth::gelu_slope(before[i])),
     };
     let product =
-        Product { rows, cols, inner, a_transposed, b_transposed, real, result: real, beta, epilogue };
+        Product { a_transposed, b_transposed, beta, epilogue, ..Product::new(rows, cols, inner, real) };
     let (start, saved) = (super::stored(real, &before), super::stored(real, &before));
     let prepare = || {
         aux.write(&saved)?;
@@ -72,8 +72,7 @@ fn one(lab: &mut Lab<'_>, products: &Products<'_>, i: usize, real: Real) -> Resu
     );
     let what = what.split(" {").next().unwrap_or_default().to_string() + if beta == 0.0 { "" } else { " +=" };
     // SAFETY: buffers of these sizes.
-    let run = |q: &crate::cuda::ops::Queue<'_>| unsafe {
-        products.multiply(q, &product, (ab.at(), bb.at()), out.at())
-    };
+    let run =
+        |q: &crate::cuda::ops::Queue| unsafe { products.multiply(q, &product, (ab.at(), bb.at()), out.at()) };
     lab.check(what, allowed(real), prepare, run, &[(&out, real, &expected)])
 }

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::bench::{self, Timed};
 use super::{Checked, Lab, Random, boxes, check, products};
 use crate::cuda::Cuda;
-use crate::cuda::lt::Products;
+use crate::cuda::lt::{Choice, Products};
 use crate::cuda::ops::Queue;
 use crate::{CudaError, Gpu};
 
@@ -43,16 +43,16 @@ impl Found {
 /// Runs on the card of that number, and tells what is found as it is found.
 pub fn run(ordinal: usize, options: &Options, mut say: impl FnMut(&str)) -> Result<Found, CudaError> {
     let gpu = Gpu::open(ordinal)?;
-    let cuda = Cuda::open(ordinal)?;
+    let cuda = Arc::new(Cuda::open(ordinal)?);
     let card = gpu.card().clone();
     say(&format!(
         "{}, compute capability {}.{}, {} multiprocessors",
         card.name, card.capability.0, card.capability.1, card.multiprocessors
     ));
     let partial = Arc::new(gpu.allocate(64 << 20, false)?);
-    let workspace = gpu.allocate(64 << 20, false)?;
+    let workspace = Arc::new(gpu.allocate(64 << 20, false)?);
     let mut lab = Lab { cuda: &cuda, queue: Queue::new(&cuda, &partial)?, random: Random(options.seed) };
-    let products = Products::new(&cuda, &workspace, options.choices.as_deref());
+    let products = Products::new(&cuda, &workspace, Choice::Timed, options.choices.as_deref());
     let mut found = Found { card: card.name, wrong: vec![], checks: 0, timed: vec![] };
     if options.checks > 0 {
         let mut checked = boxes::all(&mut lab, options.checks * 60)?;

@@ -6,20 +6,22 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use crossmesh_checkpoint::Element;
+use crossmesh_checkpoint::model::config_of;
+use crossmesh_checkpoint::safetensors::{Entry, Header, header_bytes};
 use crossmesh_core::dtype::DType;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::super::error::CheckpointError;
 use super::super::load::Checkpoint;
 use super::super::state::Convert;
 use super::super::store::write_synced;
-use super::super::tensor_file::{Entry, Header, header_bytes};
 use super::super::write::sync_folder;
-use super::{HEAD, HEADER, LLAMA_TABLE, PREFIX, decoder_config, foreign, real};
+use super::{HEAD, HEADER, LLAMA_TABLE, PREFIX, decoder_config, foreign, model_json};
 use crate::chain::parameters;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::scalar::Scalar;
-use crate::models::gpt::{Family, Gpt, GptConfig};
+use crate::models::gpt::{Gpt, Residual};
 use crate::parameter::Parameter;
 
 /// What was written.
@@ -50,6 +52,12 @@ fn export_as<T: Scalar>(
 ) -> Result<Exported, CheckpointError> {
     let config = decoder_config(checkpoint)?;
     let wrong = |what: String| CheckpointError::Model { path: checkpoint.folder().to_path_buf(), what };
+    if config.residual != Residual::Serial {
+        return Err(wrong(format!(
+            "its branches are on a ladder (model.residual = \"{}\"), and transformers' GPT-2 and Llama would compute something else from its weights\nhint: `crossmesh generate` talks with it as it is; only a model of residual = \"serial\" can be exported",
+            config.residual.name()
+        )));
+    }
     let model = Gpt::new(config.clone()).map_err(|e| wrong(e.to_string()))?;
     let parameters = parameters::<Cpu<T>>(&model);
     checkpoint.verify()?;
@@ -68,7 +76,9 @@ fn export_as<T: Scalar>(
     })?;
     fs::rename(&beside, &path).map_err(CheckpointError::io("rename", &beside))?;
     let config_path = folder.join("config.json");
-    let text = serde_json::to_string_pretty(&foreign_config::<T>(&config, end)).expect("a document") + "\n";
+    let text = serde_json::to_string_pretty(&config_of(&model_json(&config), Element::Of(T::DTYPE), end))
+        .expect("a document")
+        + "\n";
     write_synced(&config_path, text.as_bytes())?;
     sync_folder(folder)?;
     let (tensors, as_imported) = (tensors.len(), kept.map(|kept| kept.map(drop)));
@@ -76,18 +86,17 @@ fn export_as<T: Scalar>(
 }
 
 /// A tensor to be written: which one, and in what type.
-type Tensor<'a> = (&'a Parameter, DType);
+type Tensor<'a> = (&'a Parameter, Element);
 
 /// A header, and the tensors in the order of their bytes, as we write them.
 fn as_ours<T: Scalar>(parameters: &[Parameter]) -> (Vec<u8>, Vec<Tensor<'_>>) {
-    let dtype = T::DTYPE.name().to_uppercase();
-    let entry = |p: &Parameter| {
+    let element = Element::Of(T::DTYPE);
+    let entries = parameters.iter().map(|p| {
         let (name, shape) = foreign(p);
-        (name, dtype.clone(), shape)
-    };
-    let entries: Vec<_> = parameters.iter().map(entry).collect();
+        (name, element, shape)
+    });
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
-    (header_bytes(&metadata, &entries), parameters.iter().map(|p| (p, T::DTYPE)).collect())
+    (header_bytes(&metadata, entries), parameters.iter().map(|p| (p, element)).collect())
 }
 
 /// The same as the file was that the model came from; or why it cannot be.
@@ -95,7 +104,7 @@ fn as_imported<'a, T: Scalar>(
     text: &str,
     parameters: &'a [Parameter],
 ) -> Result<(Vec<u8>, Vec<Tensor<'a>>), String> {
-    let header = Header::parse(text.to_string())?;
+    let header = Header::parse(text.as_bytes())?;
     let tensor = |(key, entry): (&String, &Entry)| {
         let name = key.strip_prefix(PREFIX).unwrap_or(key);
         let named = |name: &str| parameters.iter().find(|p| p.name == name);
@@ -103,20 +112,23 @@ fn as_imported<'a, T: Scalar>(
         let tied = || [LLAMA_TABLE, "wte.weight"].into_iter().find_map(named).filter(|_| name == HEAD);
         let parameter =
             named(name).or_else(tied).ok_or_else(|| format!("`{key}` is no weight and was not kept"))?;
-        let dtype = real(&entry.dtype).ok_or_else(|| format!("`{key}` is {}", entry.dtype))?;
-        if dtype.bytes() > T::DTYPE.bytes() {
-            return Err(format!("`{key}` was {}, and is kept as {}", entry.dtype, T::DTYPE));
+        let element = entry.element;
+        if !element.is_real() {
+            return Err(format!("`{key}` is {element}"));
+        }
+        if !element.widens_to(Element::Of(T::DTYPE)) {
+            return Err(format!("`{key}` was {element}, and is kept as {}", T::DTYPE));
         }
         let (_, shape) = foreign(parameter);
         if shape != entry.shape {
             return Err(format!("`{key}` was {:?}, and is {shape:?}", entry.shape));
         }
-        Ok((parameter, dtype))
+        Ok((parameter, element))
     };
     let tensors: Vec<_> = header.in_order().into_iter().map(tensor).collect::<Result<_, _>>()?;
     match parameters.iter().find(|p| !tensors.iter().any(|(known, _)| known.name == p.name)) {
         Some(p) => Err(format!("it had no `{}`", p.name)),
-        None => Ok((header.bytes(), tensors)),
+        None => Ok(([&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat(), tensors)),
     }
 }
 
@@ -130,9 +142,9 @@ fn write_tensors<T: Scalar>(
     let mut file = File::create(path).map_err(CheckpointError::io("create", path))?;
     file.write_all(header).map_err(io)?;
     let mut bytes = header.len() as u64;
-    for (parameter, dtype) in tensors {
+    for (parameter, element) in tensors {
         let values = checkpoint.whole::<T>(&parameter.name, parameter.layout.shape(), Convert::No)?;
-        let written = encoded(*dtype, &values);
+        let written = encoded(*element, &values);
         file.write_all(&written).map_err(io)?;
         bytes += written.len() as u64;
     }
@@ -141,80 +153,16 @@ fn write_tensors<T: Scalar>(
 }
 
 /// Little-endian numbers; the same bits where the type is the same.
-fn encoded<T: Scalar>(dtype: DType, values: &[T]) -> Cow<'_, [u8]> {
+fn encoded<T: Scalar>(element: Element, values: &[T]) -> Cow<'_, [u8]> {
     fn each<T: Scalar, const N: usize>(values: &[T], bytes: impl Fn(f64) -> [u8; N]) -> Cow<'_, [u8]> {
         Cow::Owned(values.iter().flat_map(|x| bytes(x.to_f64())).collect())
     }
-    match dtype {
-        same if same == T::DTYPE => Cow::Borrowed(bytemuck::cast_slice(values)),
-        DType::F64 => each(values, f64::to_le_bytes),
-        DType::F32 => each(values, |x| (x as f32).to_le_bytes()),
-        DType::F16 => each(values, |x| half::f16::from_f64(x).to_le_bytes()),
-        DType::Bf16 => each(values, |x| half::bf16::from_f64(x).to_le_bytes()),
+    match element {
+        same if same == Element::Of(T::DTYPE) => Cow::Borrowed(bytemuck::cast_slice(values)),
+        Element::F64 => each(values, f64::to_le_bytes),
+        Element::F32 => each(values, |x| (x as f32).to_le_bytes()),
+        Element::F16 => each(values, |x| half::f16::from_f64(x).to_le_bytes()),
+        Element::BF16 => each(values, |x| half::bf16::from_f64(x).to_le_bytes()),
         other => unreachable!("{other} is no real number"),
     }
-}
-
-/// What transformers calls the sizes.
-fn foreign_config<T: Scalar>(config: &GptConfig, end: Option<u32>) -> Value {
-    let dtype = if T::DTYPE == DType::F64 { "float64" } else { "float32" };
-    if let Family::Llama { kv_heads, rotary } = &config.family {
-        let mut rope = json!({ "rope_type": "default", "rope_theta": rotary.theta });
-        if let Some(s) = rotary.scaling {
-            rope["rope_type"] = json!("llama3");
-            rope["factor"] = json!(s.factor);
-            rope["low_freq_factor"] = json!(s.low);
-            rope["high_freq_factor"] = json!(s.high);
-            rope["original_max_position_embeddings"] = json!(s.old_context as u64);
-        }
-        return json!({
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": config.vocab,
-            "max_position_embeddings": config.context,
-            "hidden_size": config.width,
-            "num_hidden_layers": config.layers,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": config.width / config.heads,
-            "intermediate_size": config.hidden,
-            "hidden_act": "silu",
-            "attention_bias": false,
-            "mlp_bias": false,
-            "attention_dropout": config.dropout,
-            "rms_norm_eps": config.epsilon,
-            // Where transformers looks since version 5, and where it looked before.
-            "rope_parameters": rope,
-            "rope_theta": rotary.theta,
-            "rope_scaling": if rotary.scaling.is_some() { rope.clone() } else { Value::Null },
-            "tie_word_embeddings": config.tied,
-            "bos_token_id": null,
-            "eos_token_id": end,
-            "dtype": dtype,
-            "torch_dtype": dtype,
-        });
-    }
-    json!({
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab,
-        "n_positions": config.context,
-        "n_ctx": config.context,
-        "n_embd": config.width,
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_inner": config.hidden,
-        "activation_function": "gelu_new",
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "layer_norm_epsilon": config.epsilon,
-        "scale_attn_weights": true,
-        "tie_word_embeddings": config.tied,
-        // As GPT-2 has it, what ends a document also starts one. Its own would be outside of a smaller vocabulary.
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    })
 }

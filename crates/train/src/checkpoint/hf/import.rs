@@ -3,18 +3,19 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use crossmesh_checkpoint::manifest::Facts;
+use crossmesh_checkpoint::model::{computes_as_ours, rotary_of};
+use crossmesh_checkpoint::safetensors::{Entry, Header, read_text};
+use crossmesh_checkpoint::{BoxReader, Element, StoredBox, Want, row_major};
 use crossmesh_core::id::Rank;
 use crossmesh_core::region::Region;
 use serde_json::{Value, json};
 
 use super::super::error::CheckpointError;
-use super::super::manifest::Facts;
-use super::super::read::{Reader, Source};
 use super::super::snapshot::Snapshot;
 use super::super::state::StageState;
 use super::super::store::Store;
-use super::super::tensor_file::{Entry, Header};
-use super::{HEAD, HEADER, LLAMA_TABLE, PREFIX, foreign, model_json, real};
+use super::{HEAD, HEADER, LLAMA_TABLE, PREFIX, foreign, model_json};
 use crate::chain::parameters;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::scalar::Scalar;
@@ -36,6 +37,8 @@ struct Foreign {
     path: PathBuf,
     file: File,
     header: Header,
+    /// The same as it was written.
+    text: String,
     /// The `config.json` beside it; null where there is none.
     config: Value,
 }
@@ -66,7 +69,7 @@ pub fn import<T: Scalar>(
     let snapshot = Snapshot::take(0, Rank(0), &[state])?;
     let from = file.file_name().map(|n| n.to_string_lossy().into_owned());
     // What the file looked like, to write the same again.
-    let (model, run) = (model_json(&config), json!({ "imported": from, HEADER: foreign.header.text }));
+    let (model, run) = (model_json(&config), json!({ "imported": from, HEADER: foreign.text }));
     let facts = Facts { step: 0, samples: 0, seed: 0, model, run, optimizer: None };
     let path = store.commit(&facts, &[store.write(snapshot).report()])?;
     Ok(Imported { path, config, tensors: parameters.len() })
@@ -80,14 +83,15 @@ impl Foreign {
             let what = "it is no file\nhint: name the model.safetensors in it".into();
             return Err(CheckpointError::Model { path: path.to_path_buf(), what });
         }
-        let header = Header::read(&file, found.len(), path)?;
+        let header = Header::read_whole(&file, path)?;
+        let text = String::from_utf8_lossy(&read_text(&file, path)?).into_owned();
         let beside = path.with_file_name("config.json");
         let config = match std::fs::read_to_string(&beside) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Value::Null,
             text => serde_json::from_str(&text.map_err(CheckpointError::io("read", &beside))?)
                 .map_err(|e| CheckpointError::damaged(&beside, format!("it is no JSON: {e}")))?,
         };
-        Ok(Self { path: path.to_path_buf(), file, header, config })
+        Ok(Self { path: path.to_path_buf(), file, header, text, config })
     }
 
     fn wrong(&self, what: impl Into<String>) -> CheckpointError {
@@ -106,28 +110,9 @@ impl Foreign {
 
     /// Refuses what looks like GPT-2 or Llama and computes something else.
     fn check_config(&self) -> Result<(), CheckpointError> {
-        let llama = [
-            ("model_type", vec![json!("llama")]),
-            ("hidden_act", vec![json!("silu")]),
-            ("attention_bias", vec![json!(false)]),
-            ("mlp_bias", vec![json!(false)]),
-        ];
-        let gpt2 = [
-            ("model_type", vec![json!("gpt2")]),
-            ("activation_function", vec![json!("gelu_new"), json!("gelu_pytorch_tanh")]),
-            ("scale_attn_weights", vec![json!(true)]),
-            ("scale_attn_by_inverse_layer_idx", vec![json!(false)]),
-            ("add_cross_attention", vec![json!(false)]),
-        ];
-        let allowed = if self.is_llama() { &llama[..] } else { &gpt2[..] };
-        for (key, values) in allowed {
-            if let Some(found) = self.config.get(key).filter(|v| !values.contains(v)) {
-                let config = self.path.with_file_name("config.json");
-                let what = format!("{key} is {found}, and ours has {}", values[0]);
-                return Err(CheckpointError::Model { path: config, what });
-            }
-        }
-        Ok(())
+        let kind = if self.is_llama() { "llama" } else { "gpt" };
+        let path = self.path.with_file_name("config.json");
+        computes_as_ours(&self.config, kind).map_err(|what| CheckpointError::Model { path, what })
     }
 
     fn config(&self, heads: Option<usize>) -> Result<GptConfig, CheckpointError> {
@@ -171,31 +156,12 @@ impl Foreign {
         })
     }
 
-    /// Since version 5 transformers keeps all of it under `rope_parameters`.
     fn rotary(&self) -> Result<RotaryConfig, CheckpointError> {
-        let of = |key: &str| self.config.get(key).filter(|v| !v.is_null());
-        let rope = of("rope_parameters").or(of("rope_scaling"));
-        let number = |key: &str| rope.and_then(|r| r.get(key)).and_then(Value::as_f64);
-        let theta = number("rope_theta").or(of("rope_theta").and_then(Value::as_f64));
-        let kind = rope.and_then(|r| r.get("rope_type").or(r.get("type"))).and_then(Value::as_str);
-        let scaling = match kind.unwrap_or("default") {
-            "default" => None,
-            "llama3" => {
-                let keys =
-                    ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
-                let [Some(factor), Some(low), Some(high), Some(old_context)] = keys.map(number) else {
-                    return Err(
-                        self.wrong(format!("rotary scaling `llama3` lacks one of {}", keys.join(", ")))
-                    );
-                };
-                Some(Llama3Scaling { factor, low, high, old_context })
-            }
-            other => {
-                let what =
-                    format!("rotary scaling `{other}` is unknown\nhint: `default` and `llama3` are known");
-                return Err(self.wrong(what));
-            }
-        };
+        let path = self.path.with_file_name("config.json");
+        let (theta, scaling) =
+            rotary_of(&self.config).map_err(|what| CheckpointError::Model { path, what })?;
+        let scaling =
+            scaling.map(|[factor, low, high, old_context]| Llama3Scaling { factor, low, high, old_context });
         Ok(RotaryConfig { theta: theta.unwrap_or(RotaryConfig::default().theta), scaling })
     }
 
@@ -280,11 +246,16 @@ impl Foreign {
         if entry.shape != wanted {
             return Err(self.wrong(format!("`{name}` has the shape {:?}, not {wanted:?}", entry.shape)));
         }
-        let dtype = real(&entry.dtype)
-            .ok_or_else(|| self.wrong(format!("`{name}` is {}, not F64, F32, F16 or BF16", entry.dtype)))?;
-        let start = self.header.range(entry).start;
-        let source = Source { file: &self.file, path: &self.path, start, dtype };
-        let whole = Region::whole(parameter.layout.shape());
-        Reader::default().fetch(&source, &whole, &whole, values).map(|_| ())
+        if !entry.element.is_real() {
+            return Err(self.wrong(format!("`{name}` is {}, not f64, f32, f16 or bf16", entry.element)));
+        }
+        let region = Region::whole(parameter.layout.shape());
+        let stored = StoredBox::packed(region.clone(), 0, self.header.range(entry).start, entry.element);
+        let element = Element::Of(T::DTYPE);
+        let strides = row_major(parameter.layout.shape().iter().copied(), element.bytes());
+        let memory = bytemuck::cast_slice_mut(values);
+        let mut want = Want { tensor: name.clone(), region, element, strides, memory };
+        BoxReader::default().read((&self.file, &self.path), (&stored, entry.element), &mut want)?;
+        Ok(())
     }
 }

@@ -19,14 +19,13 @@ mod import;
 pub use export::{Exported, export};
 pub use import::{Imported, import};
 
-use crossmesh_core::dtype::DType;
+use crossmesh_checkpoint::manifest::VALUE;
 use serde_json::{Value, json};
 
 use super::error::CheckpointError;
 use super::load::Checkpoint;
-use super::manifest::VALUE;
 use crate::models::gpt::rotary::{Llama3Scaling, RotaryConfig};
-use crate::models::gpt::{Family, GptConfig};
+use crate::models::gpt::{Family, GptConfig, Residual};
 use crate::parameter::Parameter;
 
 /// What transformers puts before all names but that of the head.
@@ -36,23 +35,29 @@ const HEAD: &str = "lm_head.weight";
 const HEADER: &str = "header";
 /// What tells a Llama from a GPT-2.
 const LLAMA_TABLE: &str = "model.embed_tokens.weight";
+/// Before the kind of a model whose branches are on a ladder.
+pub const LADDER: &str = "ladder-";
 /// Maps to heads.
 const LLAMA_HEADS: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
 
 /// A decoder's sizes as [`super::Facts::model`] keeps them, under the names that a config has for them.
 pub fn model_json(config: &GptConfig) -> Value {
-    let GptConfig { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon, family } = config;
+    let GptConfig { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon, .. } = config;
     let mut facts = json!({
         "kind": "gpt", "vocab": vocab, "context": context, "width": width, "layers": layers, "heads": heads, "hidden": hidden,
-        "tied": tied, "dropout": dropout, "epsilon": epsilon,
+        "tied": tied, "dropout": dropout, "epsilon": epsilon, "residual": config.residual.name(),
     });
-    if let Family::Llama { kv_heads, rotary } = family {
+    if let Family::Llama { kv_heads, rotary } = &config.family {
         facts["kind"] = json!("llama");
         facts["kv_heads"] = json!(kv_heads);
         facts["rope_theta"] = json!(rotary.theta);
         if let Some(s) = rotary.scaling {
             facts["rope_scaling"] = json!([s.factor, s.low, s.high, s.old_context]);
         }
+    }
+    // What nobody else has goes by no name that they know.
+    if let (Residual::Ladder, Value::String(kind)) = (config.residual, &mut facts["kind"]) {
+        kind.insert_str(0, LADDER);
     }
     facts
 }
@@ -71,7 +76,14 @@ pub fn decoder_config(checkpoint: &Checkpoint) -> Result<GptConfig, CheckpointEr
     let sizes = sizes.map_err(|name| {
         wrong(format!("it is neither GPT-2 nor Llama: `{name}` is missing or has other dims"))
     })?;
+    let residual = checkpoint.facts().model.get("residual").and_then(Value::as_str);
+    let residual = match residual.map(|name| (name, Residual::named(name))) {
+        None => Residual::Serial,
+        Some((_, Some(residual))) => residual,
+        Some((name, None)) => return Err(wrong(format!("it has the residual `{name}`, which nobody knows"))),
+    };
     Ok(GptConfig {
+        residual,
         tied: shape(HEAD).is_none(),
         dropout: number("dropout").unwrap_or(sizes.dropout),
         epsilon: number("epsilon").unwrap_or(sizes.epsilon),
@@ -120,17 +132,6 @@ fn llama_sizes(
     let family = Family::Llama { kv_heads, rotary: RotaryConfig { theta, scaling } };
     let sizes = GptConfig::llama((vocab, context as usize), width, layers, (heads, kv_heads), hidden);
     Ok(GptConfig { family, ..sizes })
-}
-
-/// The type of real numbers that a file calls so.
-fn real(dtype: &str) -> Option<DType> {
-    match dtype {
-        "F64" => Some(DType::F64),
-        "F32" => Some(DType::F32),
-        "F16" => Some(DType::F16),
-        "BF16" => Some(DType::Bf16),
-        _ => None,
-    }
 }
 
 /// A parameter's name and shape in transformers.

@@ -164,7 +164,7 @@ impl<K: Kernels> Op<K> for Attention {
 
     /// The logarithms of the sums of exponentials.
     fn extras(&self) -> Vec<Extra> {
-        vec![Extra { len: self.rows() * self.heads, born: Born::Forward }]
+        vec![Extra::wide(self.rows() * self.heads, Born::Forward)]
     }
 
     /// Scores and their sums of values, for the pairs that are not masked.
@@ -175,7 +175,7 @@ impl<K: Kernels> Op<K> for Attention {
 
     fn forward(&self, ctx: &Ctx<'_, K>, ins: Vec<Arg<'_, K::Buf>>) -> Result<Vec<Value<K::Buf>>, StageError> {
         let mut y = ctx.kernels.buffer(self.rows() * self.width());
-        let mut lse = ctx.kernels.buffer(self.rows() * self.heads);
+        let mut lse = ctx.kernels.wide(self.rows() * self.heads);
         match ctx.cache {
             None => ctx.kernels.attention(&self.size(ctx), projected(&ins), &mut y, &mut lse),
             Some(cache) => {
@@ -217,7 +217,6 @@ impl<K: Kernels> Op<K> for Attention {
                 vec![q, k, v]
             }
         };
-        let gradients = gradients.into_iter().map(Some).collect();
-        Ok(Made { gradients, extras: vec![] })
+        Ok(Made::several(gradients))
     }
 }

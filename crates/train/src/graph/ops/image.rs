@@ -107,7 +107,7 @@ impl<K: Kernels> Op<K> for Concat {
         let mut parts = [a, b].map(|cols| ctx.kernels.buffer(self.rows * cols));
         let [da, db] = &mut parts;
         ctx.kernels.split(saved.gradient.real(), (da, a), (db, b));
-        Ok(Made { gradients: parts.map(Some).into(), extras: vec![] })
+        Ok(Made::several(parts))
     }
 }
 
@@ -137,7 +137,7 @@ impl<K: Kernels> Op<K> for AddPerSample {
     fn backward(&self, ctx: &Ctx<'_, K>, saved: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {
         let mut each = ctx.kernels.buffer(self.size.rows / self.pixels * self.size.cols);
         ctx.kernels.add_per_sample_grad(self.pixels, self.size, saved.gradient.real(), &mut each);
-        Ok(Made { gradients: vec![None, Some(each)], extras: vec![] })
+        Ok(Made::second(each))
     }
 }
 

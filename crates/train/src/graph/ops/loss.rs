@@ -3,8 +3,10 @@
 use std::ops::Range;
 
 use crate::graph::build::{Builder, Keep};
-use crate::graph::op::{Arg, Born, Ctx, Extra, Made, Needs, Op, Reads, Saved};
-use crate::graph::{Axis, Kind, Spread, Typed, Val};
+use crossmesh_core::step::lists::CallKind;
+
+use crate::graph::op::{Arg, Born, Ctx, Extra, Made, Needs, Op, Reads, Said, Saved, Way};
+use crate::graph::{Axis, Elements, Kind, Spread, Typed, Val};
 use crate::group::ReduceOp;
 use crate::kernels::{Classes, Kernels};
 use crate::stage::{StageError, Value};
@@ -69,12 +71,24 @@ impl<K: Kernels> Op<K> for CrossEntropy {
 
     /// Exponentials, where logits were; two sums a row.
     fn extras(&self) -> Vec<Extra> {
-        let exponentials = Extra { len: self.rows * self.held.len(), born: Born::Forward };
-        vec![exponentials, Extra { len: 2 * self.rows, born: Born::Forward }]
+        vec![
+            Extra::elems(self.rows * self.held.len(), Born::Forward),
+            Extra::wide(2 * self.rows, Born::Forward),
+        ]
     }
 
     fn is_loss(&self) -> bool {
         true
+    }
+
+    /// The largest logit of every row, then two sums of it, over ranks that have a part of the classes each.
+    fn says(&self, way: Way) -> Vec<Said> {
+        let reals = |reals: usize| Elements { reals, ..Elements::default() };
+        let of = |elements| Said { axis: self.axis, kind: CallKind::AllReduce, elements, waits: true };
+        match way {
+            Way::Forward => vec![of(reals(self.rows)), of(reals(2 * self.rows))],
+            Way::Backward => vec![],
+        }
     }
 
     fn forward(
@@ -85,10 +99,10 @@ impl<K: Kernels> Op<K> for CrossEntropy {
         let mut logits = ins[0].take();
         let classes = self.classes(ins[1].ids());
         let (kernels, group) = (ctx.kernels, ctx.group(self.axis));
-        let mut max = kernels.buffer(self.rows);
+        let mut max = kernels.wide(self.rows);
         kernels.row_max(classes.size(), &logits, &mut max);
         group.all_reduce(&mut max, ReduceOp::Max)?;
-        let mut sums = kernels.buffer(2 * self.rows);
+        let mut sums = kernels.wide(2 * self.rows);
         kernels.exp_sums(&classes, &max, &mut logits, &mut sums);
         group.all_reduce(&mut sums, ReduceOp::Sum)?;
         let loss = kernels.cross_entropy(self.rows, &sums) * ctx.share(self.per_sample);
@@ -119,7 +133,7 @@ impl<K: Kernels> Op<K> for SquaredError {
 
     /// The gradient: all that B needs of the two.
     fn extras(&self) -> Vec<Extra> {
-        vec![Extra { len: self.len, born: Born::Forward }]
+        vec![Extra::elems(self.len, Born::Forward)]
     }
 
     fn is_loss(&self) -> bool {

@@ -7,7 +7,7 @@ use crate::flat::FlatMut;
 use crate::graph::build::{Builder, Keep};
 use crate::graph::op::{Arg, Born, Ctx, Extra, Made, Needs, Op, Reads, Saved};
 use crate::graph::{Axis, Spread, Val};
-use crate::kernels::{GroupNorm, Kernels, NormGrad, NormSaved, NormWeights, Normed, Rows};
+use crate::kernels::{Buffer as _, GroupNorm, Kernels, NormGrad, NormSaved, NormWeights, Normed, Rows};
 use crate::parameter::Init;
 use crate::stage::{StageError, Value};
 
@@ -134,8 +134,7 @@ impl<K: Kernels> Op<K> for Norm {
 
     /// Means and deviations; the gradients of gain and shift.
     fn extras(&self) -> Vec<Extra> {
-        let stats = Extra { len: self.over.stats(), born: Born::Forward };
-        vec![stats, Extra { len: self.over.weights(), born: Born::Backward }]
+        vec![Extra::wide(self.over.stats(), Born::Forward), Extra::wide(self.over.weights(), Born::Backward)]
     }
 
     fn has_weights(&self) -> bool {
@@ -144,7 +143,7 @@ impl<K: Kernels> Op<K> for Norm {
 
     fn forward(&self, ctx: &Ctx<'_, K>, ins: Vec<Arg<'_, K::Buf>>) -> Result<Vec<Value<K::Buf>>, StageError> {
         let mut y = ctx.kernels.buffer(self.over.len());
-        let mut stats = ctx.kernels.buffer(self.over.stats());
+        let mut stats = ctx.kernels.wide(self.over.stats());
         let (gamma, epsilon) = (ctx.weight(self.gamma), self.epsilon);
         let weights = || {
             let beta = ctx.weight(self.beta.expect("only RMS norms have no shift"));
@@ -161,7 +160,7 @@ impl<K: Kernels> Op<K> for Norm {
 
     fn backward(&self, ctx: &Ctx<'_, K>, saved: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {
         let mut dx = ctx.kernels.buffer(self.over.len());
-        let mut sums = ctx.kernels.buffer(self.over.weights());
+        let mut sums = ctx.kernels.wide(self.over.weights());
         let (x, stats) = (saved.ins[0].real(), saved.extras[0].real());
         let given = NormSaved { x, stats, gamma: ctx.weight(self.gamma) };
         let out = NormGrad { residual: saved.residual, dx: &mut dx, sums: &mut sums };
@@ -171,11 +170,12 @@ impl<K: Kernels> Op<K> for Norm {
             Over::Squares(size) => ctx.kernels.rms_norm_grad(size, given, dy, out),
             Over::Groups(size) => ctx.kernels.group_norm_grad(size, given, dy, out),
         }
-        Ok(Made { gradients: vec![Some(dx)], extras: vec![Value::Real(sums)] })
+        Ok(Made { extras: vec![Value::Real(sums)], ..Made::one(dx) })
     }
 
     fn weights(&self, kernels: &K, saved: Saved<'_, K::Buf>, grads: &mut FlatMut<'_, K::Buf>) {
         // Gamma and beta were declared one after the other, so they lie together.
-        kernels.add(saved.extras[1].real(), grads.at(self.gamma));
+        let sums = saved.extras[1].real();
+        kernels.add(sums.into(), grads.at(self.gamma), sums.len());
     }
 }

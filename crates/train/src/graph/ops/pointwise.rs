@@ -119,7 +119,7 @@ impl<K: Kernels> Op<K> for Gate {
         let mut d_gate = ctx.kernels.buffer(self.len);
         let (gate, up) = (saved.ins[0].real(), saved.ins[1].real());
         ctx.kernels.gate_grad(self.activation, gate, up, &mut d_up, &mut d_gate);
-        Ok(Made { gradients: vec![Some(d_gate), Some(d_up)], extras: vec![] })
+        Ok(Made::several([d_gate, d_up]))
     }
 }
 
@@ -156,7 +156,7 @@ impl<K: Kernels> Op<K> for Residual {
 
     fn backward(&self, ctx: &Ctx<'_, K>, saved: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {
         let d = masked(ctx, self.site, self.first, self.size, saved.gradient.real());
-        Ok(Made { gradients: vec![None, Some(d)], extras: vec![] })
+        Ok(Made::second(d))
     }
 }
 

@@ -9,12 +9,16 @@
 //! F             -              gather            all-reduce       reduce-scatter
 //! B         all-reduce     reduce-scatter            -                gather
 //! ```
+//!
+//! It starts a collective and does not wait: who reads the result does.
 
 use std::ops::Range;
 
-use crate::graph::op::{Arg, Ctx, Made, Needs, Op, Reads, Saved};
-use crate::graph::{Axis, Spread};
-use crate::group::{ReduceOp, chunked};
+use crossmesh_core::step::lists::CallKind;
+
+use crate::graph::op::{Arg, Ctx, Made, Needs, Op, Reads, Said, Saved, Way};
+use crate::graph::{Axis, Elements, Spread};
+use crate::group::{Collective, ReduceOp, chunked};
 #[cfg(test)]
 use crate::kernels::scalar;
 use crate::kernels::{BufSlice, Buffer, Kernels, PartMut};
@@ -111,7 +115,7 @@ impl Reshard {
         ctx: &Ctx<'_, K>,
         what: Move,
         mut x: Arg<'_, K::Buf>,
-    ) -> Result<K::Buf, StageError> {
+    ) -> Result<Value<K::Buf>, StageError> {
         let group = ctx.group(self.axis);
         let own = self.parts[group.rank()].clone();
         let cut = |whole: &K::Buf| {
@@ -119,32 +123,24 @@ impl Reshard {
             ctx.kernels.copy(BufSlice { buf: whole, start: own.start }, (&mut rows).into(), own.len());
             rows
         };
+        let start = |what, buf| Ok::<_, StageError>(Value::Coming(group.start(what, buf)?));
         Ok(match what {
             Move::Nothing => unreachable!("nothing is not a step"),
             Move::Gather => {
                 let mut whole = ctx.kernels.buffer(self.len);
                 let part = x.real();
                 ctx.kernels.copy(part.into(), PartMut { buf: &mut whole, start: own.start }, part.len());
-                group.all_gather(&mut whole, &self.parts)?;
-                whole
+                start(Collective::AllGather(&self.parts), whole)?
             }
-            Move::AllReduce => {
-                let mut sum = x.take();
-                group.all_reduce(&mut sum, ReduceOp::Sum)?;
-                sum
-            }
-            Move::ReduceScatter => {
-                let mut summands = x.take();
-                group.reduce_scatter(&mut summands, &self.parts)?;
-                cut(&summands)
-            }
-            Move::Slice => cut(x.real()),
+            Move::AllReduce => start(Collective::AllReduce(ReduceOp::Sum), x.take())?,
+            Move::ReduceScatter => start(Collective::ReduceScatter(&self.parts), x.take())?,
+            Move::Slice => cut(x.real()).into(),
             #[cfg(test)]
             Move::Pad => {
                 let mut whole = ctx.kernels.buffer(self.len);
                 ctx.kernels.fill(scalar::Scalar::ZERO, (&mut whole).into(), self.len);
                 ctx.kernels.copy(x.real().into(), PartMut { buf: &mut whole, start: own.start }, own.len());
-                whole
+                whole.into()
             }
         })
     }
@@ -172,12 +168,23 @@ impl<K: Kernels> Op<K> for Reshard {
         matches!(self.forward, Move::Nothing | Move::Slice)
     }
 
+    fn says(&self, way: Way) -> Vec<Said> {
+        let what = if way == Way::Forward { self.forward } else { self.backward };
+        let kind = match what {
+            Move::Gather => CallKind::AllGather,
+            Move::AllReduce => CallKind::AllReduce,
+            Move::ReduceScatter => CallKind::ReduceScatter,
+            _ => return vec![],
+        };
+        vec![Said { axis: self.axis, kind, elements: Elements::elems(self.len), waits: false }]
+    }
+
     fn forward(
         &self,
         ctx: &Ctx<'_, K>,
         mut ins: Vec<Arg<'_, K::Buf>>,
     ) -> Result<Vec<Value<K::Buf>>, StageError> {
-        Ok(vec![Value::Real(self.run(ctx, self.forward, ins.remove(0))?)])
+        Ok(vec![self.run(ctx, self.forward, ins.remove(0))?])
     }
 
     fn backward(&self, ctx: &Ctx<'_, K>, saved: Saved<'_, K::Buf>) -> Result<Made<K::Buf>, StageError> {

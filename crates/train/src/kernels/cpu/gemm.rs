@@ -9,10 +9,12 @@
 //! ```
 //!
 //! An element of C is the same sum in the same order whatever rows or columns are computed beside it, so results do not
-//! depend on the number of threads, nor on how a matrix is split over ranks (but for splits of `k`).
+//! depend on the number of threads, nor on how a matrix is split over ranks (but for splits of `k`, and for ranks that get a handful of rows: these are
+//! multiplied with B as it lies).
 
 use super::Cpu;
 use super::panel::{Geometry, Multiply, Update, View};
+use super::simd::{dot, vectorized};
 use super::tile::{Tile, cut, tiles};
 use crate::kernels::scalar::Scalar;
 
@@ -20,6 +22,8 @@ use crate::kernels::scalar::Scalar;
 const DEPTH: usize = 384;
 /// Bytes of B that a block of A is multiplied with: they stay in a second-level cache beside it.
 const RIGHT_BYTES: usize = 768 << 10;
+/// So many rows are multiplied with the right side as it lies: packing it would take longer than the product. A decoder reads one token at a time.
+const FEW: usize = 4;
 /// Below this many multiplications waking another thread costs more than it brings.
 const SERIAL: usize = 1 << 16;
 
@@ -35,6 +39,9 @@ impl<T: Scalar> Cpu<T> {
         if k == 0 {
             return without_product(update, c, n);
         }
+        if m <= FEW {
+            return self.few_rows(a, b, update, c);
+        }
         let geometry = Geometry::of::<T>();
         let blocks = k_blocks(k);
         let right = self.pack_all(geometry, b, &blocks);
@@ -49,6 +56,43 @@ impl<T: Scalar> Cpu<T> {
             rows.into_iter().zip(bands).for_each(job);
         } else {
             self.threads.each(rows.into_iter().zip(bands), job);
+        }
+    }
+
+    /// A product of a few rows: B is read once, front to back, and nothing is packed.
+    fn few_rows(&self, a: View<'_, T>, b: View<'_, T>, update: Update<'_, T>, c: &mut [T]) {
+        let (n, k) = (b.cols, a.cols);
+        let mut left = self.take(a.rows * k);
+        for (r, row) in left.chunks_exact_mut(k).enumerate() {
+            let at = r * a.row_stride;
+            row.iter_mut().enumerate().for_each(|(i, x)| *x = a.data[at + i * a.col_stride]);
+        }
+        let left = &left[..];
+        let threads = if a.rows * n * k < SERIAL { 1 } else { self.threads.count() };
+        let cols = cut(n, 2 * threads, 64);
+        let job = |(cols, mut out): (std::ops::Range<usize>, Tile<'_, T>)| {
+            let mut sums = self.take(cols.len());
+            for (r, left) in left.chunks_exact(k).enumerate() {
+                let right = b.col_range(cols.start, cols.len());
+                match b.row_stride {
+                    // The columns of B lie one behind the other, or its rows do.
+                    1 => columns_times(left, right.data, right.col_stride, &mut sums),
+                    _ => rows_times(left, right.data, right.row_stride, &mut sums),
+                }
+                let bias = update.bias.map(|bias| &bias[cols.clone()]);
+                for (i, (out, &sum)) in out.row(r, 0..cols.len()).iter_mut().zip(&*sums).enumerate() {
+                    let base = bias.map_or(T::ZERO, |bias| bias[i]);
+                    let base = if update.beta == T::ZERO { base } else { update.beta.mul_add(*out, base) };
+                    *out = update.alpha.mul_add(sum, base);
+                }
+            }
+        };
+        let rows = a.rows;
+        let items = cols.iter().cloned().zip(tiles(c, n, &cut(rows, 1, 1), &cols));
+        if threads == 1 {
+            items.for_each(job);
+        } else {
+            self.threads.each(items, job);
         }
     }
 
@@ -95,6 +139,34 @@ impl<T: Scalar> Cpu<T> {
                 let right = &block[first_col * depth..];
                 Multiply { left: &left, right, k: depth, update, out, first_col, cols }.run();
             }
+        }
+    }
+}
+
+vectorized! {
+    /// The product of a row with columns that lie one behind the other, `stride` apart.
+    fn columns_times<T>(left: &'a [T], columns: &'a [T], stride: usize, sums: &'a mut [T]) {
+        for (i, sum) in sums.iter_mut().enumerate() {
+            *sum = dot(left, &columns[i * stride..][..left.len()], |x, y| x * y);
+        }
+    }
+}
+
+vectorized! {
+    /// The product of a row with a band of columns of rows that lie `stride` apart.
+    fn rows_times<T>(left: &'a [T], rows: &'a [T], stride: usize, sums: &'a mut [T]) {
+        // As many columns at a time as a machine's registers hold.
+        const BAND: usize = 64;
+        for (band, sums) in sums.chunks_mut(BAND).enumerate() {
+            let mut total = [T::ZERO; BAND];
+            for (k, &x) in left.iter().enumerate() {
+                let row = &rows[k * stride + band * BAND..][..sums.len()];
+                match <&[T; BAND]>::try_from(row) {
+                    Ok(row) => total.iter_mut().zip(row).for_each(|(total, &y)| *total = x.mul_add(y, *total)),
+                    Err(_) => total.iter_mut().zip(row).for_each(|(total, &y)| *total = x.mul_add(y, *total)),
+                }
+            }
+            sums.copy_from_slice(&total[..sums.len()]);
         }
     }
 }

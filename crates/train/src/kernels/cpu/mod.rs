@@ -9,7 +9,9 @@ mod elementwise;
 mod gemm;
 mod image;
 pub mod memory;
+mod mixed;
 mod norm;
+mod pairs;
 mod panel;
 mod simd;
 mod table;
@@ -17,12 +19,15 @@ mod threads;
 mod tile;
 mod update;
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
 pub use memory::HostBuf;
 use memory::Shelf;
+pub use mixed::{CpuBf16, MixedBuf};
 use panel::{Update, View};
+pub use threads::MOST_THREADS;
 use threads::Threads;
 
 use super::scalar::Scalar;
@@ -89,10 +94,17 @@ fn operand<T>(data: &[T], order: Order, rows: usize, cols: usize) -> View<'_, T>
 
 impl<T: Scalar> Kernels for Cpu<T> {
     type Real = T;
+    type Elem = T;
     type Buf = HostBuf<T>;
+
+    const IS_MIXED: bool = false;
 
     fn buffer(&self, len: usize) -> HostBuf<T> {
         self.take(len)
+    }
+
+    fn wide(&self, len: usize) -> HostBuf<T> {
+        self.take(len).wide()
     }
 
     fn upload(&self, values: &[T]) -> HostBuf<T> {
@@ -103,6 +115,22 @@ impl<T: Scalar> Kernels for Cpu<T> {
 
     fn download(&self, buf: &HostBuf<T>) -> Vec<T> {
         buf.to_vec()
+    }
+
+    fn elems<'a>(&self, from: BufSlice<'a, HostBuf<T>>, len: usize) -> Cow<'a, [T]> {
+        at(from)[..len].into()
+    }
+
+    fn reals<'a>(&self, from: BufSlice<'a, HostBuf<T>>, len: usize) -> Cow<'a, [T]> {
+        at(from)[..len].into()
+    }
+
+    fn put_elems(&self, from: &[T], to: PartMut<'_, HostBuf<T>>) {
+        at_mut(to)[..from.len()].copy_from_slice(from);
+    }
+
+    fn put_reals(&self, from: &[T], to: PartMut<'_, HostBuf<T>>) {
+        at_mut(to)[..from.len()].copy_from_slice(from);
     }
 
     fn copy(&self, from: BufSlice<'_, HostBuf<T>>, to: PartMut<'_, HostBuf<T>>, len: usize) {
@@ -127,8 +155,8 @@ impl<T: Scalar> Kernels for Cpu<T> {
         self.product(a, b, Update { alpha, beta, bias }, &mut at_mut(c)[..m * n]);
     }
 
-    fn add(&self, x: &HostBuf<T>, y: PartMut<'_, HostBuf<T>>) {
-        self.add_into(x, &mut at_mut(y)[..x.len()]);
+    fn add(&self, x: BufSlice<'_, HostBuf<T>>, y: PartMut<'_, HostBuf<T>>, len: usize) {
+        self.add_into(&at(x)[..len], &mut at_mut(y)[..len]);
     }
 
     fn sum_rows(&self, size: Rows, x: &HostBuf<T>, sums: PartMut<'_, HostBuf<T>>) {
@@ -341,7 +369,7 @@ impl<T: Scalar> Kernels for Cpu<T> {
         self.sgd_run(step, run, state);
     }
 
-    fn sum_squares(&self, x: &HostBuf<T>, run: Range<usize>) -> f64 {
-        self.squares(&x[run])
+    fn sum_squares(&self, x: &HostBuf<T>, runs: &[Range<usize>]) -> f64 {
+        runs.iter().map(|run| self.squares(&x[run.clone()])).sum()
     }
 }

@@ -19,6 +19,9 @@ use std::thread::{Builder, JoinHandle};
 /// it would cost.
 const SPINS: u32 = 4000;
 
+/// More than any machine has cores: who asks for more means something else, and could take all the memory there is.
+pub const MOST_THREADS: usize = 4096;
+
 /// A fixed number of threads, the caller's among them.
 pub struct Threads {
     shared: Arc<Shared>,

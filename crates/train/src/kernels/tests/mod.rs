@@ -6,6 +6,7 @@ mod attention;
 mod gemm;
 mod image;
 mod loss;
+mod mixed;
 mod norm;
 mod pointwise;
 mod update;

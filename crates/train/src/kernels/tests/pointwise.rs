@@ -114,7 +114,7 @@ fn sums_are_added() {
     x.iter().enumerate().for_each(|(i, x)| wanted[5 + i % size.cols] += x);
     assert_close(&sums, &wanted, 1e-14);
     let mut y = buf(&cpu, &start);
-    cpu.add(&buf(&cpu, &x[..40]), PartMut { buf: &mut y, start: 10 });
+    cpu.add((&buf(&cpu, &x[..40])).into(), PartMut { buf: &mut y, start: 10 }, 40);
     let mut wanted = start;
     wanted[10..].iter_mut().zip(&x).for_each(|(y, x)| *y += x);
     assert_eq!(y[..], wanted);

@@ -8,6 +8,9 @@
 //! tokens -> embed -h-> block 0 -h-> .. -h-> block L-1 -h-> head -> loss
 //!                                                           ^ targets
 //! ```
+//!
+//! On a ladder ([`Residual::Ladder`]) every branch reads the stream without the branch just before it, whose sum over `tp` is then under way while it
+//! computes. Between blocks flows that last branch too, as `late`.
 
 pub mod rotary;
 mod units;
@@ -44,6 +47,30 @@ pub struct GptConfig {
     pub dropout: f64,
     pub epsilon: f64,
     pub family: Family,
+    pub residual: Residual,
+}
+
+/// What a branch reads of the residual stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Residual {
+    /// All of it.
+    #[default]
+    Serial,
+    /// All but what the branch just before adds to it, which has not landed yet (Ladder-Residual, Zhang et al., 2025).
+    Ladder,
+}
+
+impl Residual {
+    /// As a config has it.
+    pub const NAMES: &[&str] = &["serial", "ladder"];
+
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+
+    pub fn named(name: &str) -> Option<Self> {
+        [Self::Serial, Self::Ladder].into_iter().find(|residual| residual.name() == name)
+    }
 }
 
 /// Which decoder.
@@ -61,8 +88,8 @@ impl GptConfig {
     /// GPT-2's proportions: a hidden layer of four times the width, tied embeddings, no dropout.
     pub fn new(vocab: usize, context: usize, width: usize, layers: usize, heads: usize) -> Self {
         let (hidden, tied, dropout, epsilon) = (width.saturating_mul(4), true, 0.0, 1e-5);
-        let family = Family::Gpt2;
-        Self { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon, family }
+        let (family, residual) = (Family::Gpt2, Residual::Serial);
+        Self { vocab, context, width, layers, heads, hidden, tied, dropout, epsilon, family, residual }
     }
 
     /// Llama's proportions: untied, no dropout.
@@ -194,7 +221,7 @@ impl Gpt {
                 unit if unit < last => units.block(unit - 1),
                 _ => units.talking_head(),
             };
-            Unit::new(graph, setup.recompute)
+            setup.unit(unit, graph)
         };
         let units = range.map(&mut unit).collect();
         (units, parameters.into_list())
@@ -210,14 +237,33 @@ impl Gpt {
         place.along(axis).part(kv_heads).len() * (self.config.width / self.config.heads)
     }
 
-    fn hidden_state(&self) -> Tensor {
+    /// What flows into a unit from the one before it: the residual stream, and on a ladder the branch that has not landed on it.
+    pub(crate) fn stream(&self, unit: usize) -> Vec<Tensor> {
         let shape = Shape::Rows { rows: self.config.context, cols: self.config.width };
-        Tensor { name: "h".into(), shape, role: Role::Activation }
+        let tensor = |name: &str| Tensor { name: name.into(), shape: shape.clone(), role: Role::Activation };
+        let names: &[&str] = match self.config.residual {
+            // Before the first block there is none.
+            Residual::Ladder if unit > 1 => &["h", "late"],
+            _ => &["h"],
+        };
+        names.iter().map(|name| tensor(name)).collect()
     }
 
     fn ids(&self, name: &str) -> Tensor {
         let shape = Shape::Ids { dims: vec![self.config.context], classes: self.config.vocab };
         Tensor { name: name.into(), shape, role: Role::Data }
+    }
+}
+
+#[cfg(test)]
+impl Gpt {
+    /// A block as it is put together, before its passes are derived.
+    pub(crate) fn block<'s, 'p, K: Kernels>(
+        &self,
+        setup: &Setup,
+        parameters: &'s mut Parameters<'p>,
+    ) -> Builder<'s, 'p, K> {
+        Units::new(self, setup, Builder::new(team(setup), parameters)).block(1)
     }
 }
 
@@ -251,15 +297,24 @@ impl<K: Kernels> Model<K> for Gpt {
     }
 
     fn interface(&self, unit: usize) -> Interface {
-        let h = || vec![self.hidden_state()];
+        let (takes, gives) = (self.stream(unit), self.stream(unit + 1));
         if unit == 0 {
-            return Interface { reads: vec![self.ids("tokens")], gives: h(), ..Interface::default() };
+            return Interface { reads: vec![self.ids("tokens")], gives, ..Interface::default() };
         }
         if unit <= self.config.layers {
-            return Interface { takes: h(), gives: h(), ..Interface::default() };
+            return Interface { takes, gives, ..Interface::default() };
         }
         let loss = Tensor { name: "loss".into(), shape: Shape::Number, role: Role::Loss };
-        Interface { takes: h(), reads: vec![self.ids("targets")], gives: vec![loss] }
+        Interface { takes, reads: vec![self.ids("targets")], gives: vec![loss] }
+    }
+
+    /// Blocks are; on a ladder all but the first, on which nothing lands.
+    fn repeated(&self, unit: usize) -> Option<String> {
+        let first = match self.config.residual {
+            Residual::Serial => 1,
+            Residual::Ladder => 2,
+        };
+        (first..=self.config.layers).contains(&unit).then(|| units::prefix(&self.config.family, unit - 1))
     }
 
     fn unit(&self, unit: usize, setup: &Setup, parameters: &mut Parameters<'_>) -> Unit<K> {
@@ -269,7 +324,7 @@ impl<K: Kernels> Model<K> for Gpt {
             unit if unit <= self.config.layers => units.block(unit - 1),
             _ => units.head(),
         };
-        Unit::new(graph, setup.recompute)
+        setup.unit(unit, graph)
     }
 }
 

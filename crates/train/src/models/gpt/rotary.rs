@@ -69,7 +69,7 @@ impl RotaryConfig {
     }
 
     /// For all positions of a sample, once somebody asks.
-    pub(super) fn turns(self, head_dim: usize, positions: usize) -> Turns {
+    pub(crate) fn turns(self, head_dim: usize, positions: usize) -> Turns {
         Arc::new(LazyLock::new(Box::new(move || self.table(head_dim, positions))))
     }
 

@@ -1,6 +1,6 @@
 //! The units of a decoder: embedding, blocks, head.
 
-use super::{DEVIATION, Family, Gpt, GptConfig};
+use super::{DEVIATION, Family, Gpt, GptConfig, Residual};
 use crate::chain::Setup;
 use crate::graph::ops::attention::AttentionSpec;
 use crate::graph::ops::linear::{LinearSpec, Parallel, TableSpec};
@@ -10,6 +10,12 @@ use crate::graph::{Axis, Builder, Lie, Site, Spread, Val};
 use crate::kernels::{Activation, Kernels};
 use crate::models::branch::{Attend, FeedForward, G, KV, TP, attend, feed_forward};
 use crate::parameter::Init;
+
+/// The residual stream inside a unit, and the branch that has not landed on it, with the place where that is dropped.
+struct Stream {
+    x: Val,
+    late: Option<(Val, Site)>,
+}
 
 /// What all units know.
 pub(super) struct Units<'a, 's, 'p, K: Kernels> {
@@ -62,15 +68,16 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
     }
 
     fn llama_block(mut self, layer: usize, kv_heads: usize) -> Builder<'s, 'p, K> {
-        let name = |rest: &str| format!("model.layers.{layer}.{rest}");
+        let prefix = prefix(&self.config.family, layer);
+        let name = |rest: &str| format!("{prefix}{rest}");
         let config = self.config;
-        let (width, site) = ([config.width], 1 + 3 * layer as u32);
+        let width = [config.width];
         let (group, head_dim) = (config.heads / kv_heads, config.width / config.heads);
         // Heads of keys and values are shared out, each with the heads that ask it; where there are more ranks, these are shared out among
         // ranks with the same keys and values.
         let (asks, asked) = ([kv_heads, group, head_dim], [kv_heads, head_dim]);
-        let x = self.trunk("h");
-        let normed = self.norm(x, &name("input_layernorm"));
+        let stream = self.enter(layer);
+        let normed = self.norm_for_branch(stream.x, &name("input_layernorm"));
         let entered = self.b.typed(normed).lie.entering(TP);
         let normed = self.b.want(normed, &entered);
         let normed = self.b.seen_along(normed, &[TP], &[KV, G]);
@@ -90,22 +97,21 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
             queries: self.queries,
             keys: self.queries,
             causal: true,
-            dropout: (site, config.dropout),
+            dropout: (of_layer(layer), config.dropout),
         };
         let heads = self.b.grouped_attention(q, k, v, attention);
         let summands = Parallel::Summands(HEADS);
         let attended = self.map(heads, &name("self_attn.o_proj"), &asks, &width, summands, false);
         let attended = self.b.seen_along(attended, &[KV, G], &[TP]);
-        let x = self.b.residual(x, attended, self.site(site + 1));
-        let normed = self.norm(x, &name("post_attention_layernorm"));
+        let stream = self.add(stream, attended, of_layer(layer) + 1);
+        let normed = self.norm_for_branch(stream.x, &name("post_attention_layernorm"));
         let hidden = [config.hidden];
         let gate = self.map(normed, &name("mlp.gate_proj"), &width, &hidden, COLUMNS, false);
         let up = self.map(normed, &name("mlp.up_proj"), &width, &hidden, COLUMNS, false);
         let gated = self.b.gate(gate, up, Activation::Silu);
         let mapped = self.map(gated, &name("mlp.down_proj"), &hidden, &width, SUMMANDS, false);
-        let x = self.b.residual(x, mapped, self.site(site + 2));
-        self.b.give("h", x);
-        self.b
+        let stream = self.add(stream, mapped, of_layer(layer) + 2);
+        self.leave(stream)
     }
 
     /// A map as Llama has them: `[out, in]`, without a bias.
@@ -123,14 +129,14 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
     }
 
     fn gpt2_block(mut self, layer: usize) -> Builder<'s, 'p, K> {
-        let name = |rest: &str| format!("h.{layer}.{rest}");
-        let site = 1 + 3 * layer as u32;
+        let prefix = prefix(&self.config.family, layer);
+        let name = |rest: &str| format!("{prefix}{rest}");
         let config = self.config;
         // GPT-2: what is added to the trunk starts smaller the more often something is added.
         let init = NORMAL;
         let out_init = Init::Normal { deviation: DEVIATION / (2.0 * config.layers as f64).sqrt() };
-        let x = self.trunk("h");
-        let normed = self.norm(x, &name("ln_1"));
+        let stream = self.enter(layer);
+        let normed = self.norm_for_branch(stream.x, &name("ln_1"));
         let attention = Attend {
             layer,
             project: &name("attn.c_attn"),
@@ -140,14 +146,14 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
             heads: config.heads,
             queries: self.queries,
             causal: true,
-            dropout: (site, config.dropout),
+            dropout: (of_layer(layer), config.dropout),
             bias: true,
             init,
             out_init,
         };
         let attended = attend(&mut self.b, normed, &attention);
-        let x = self.b.residual(x, attended, self.site(site + 1));
-        let normed = self.norm(x, &name("ln_2"));
+        let stream = self.add(stream, attended, of_layer(layer) + 1);
+        let normed = self.norm_for_branch(stream.x, &name("ln_2"));
         let map = FeedForward {
             up: &name("mlp.c_fc"),
             down: &name("mlp.c_proj"),
@@ -158,9 +164,57 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
             down_init: out_init,
         };
         let mapped = feed_forward(&mut self.b, normed, &map);
-        let x = self.b.residual(x, mapped, self.site(site + 2));
-        self.b.give("h", x);
+        let stream = self.add(stream, mapped, of_layer(layer) + 2);
+        self.leave(stream)
+    }
+
+    /// The stream as it comes into a block, or into the head behind the last one.
+    fn enter(&mut self, layer: usize) -> Stream {
+        let x = self.trunk("h");
+        let late = match (self.config.residual, layer.checked_sub(1)) {
+            // The feed-forward branch of the block before.
+            (Residual::Ladder, Some(before)) => Some((self.trunk("late"), self.site(of_layer(before) + 2))),
+            _ => None,
+        };
+        Stream { x, late }
+    }
+
+    /// With a branch behind it. On a ladder the one before lands in its place: the new one's sum is under way by then.
+    fn add(&mut self, stream: Stream, branch: Val, site: u32) -> Stream {
+        let (branch, site) = (self.b.want(branch, &self.trunk), self.site(site));
+        match self.config.residual {
+            Residual::Serial => Stream { x: self.b.residual(stream.x, branch, site), late: None },
+            Residual::Ladder => Stream { x: self.landed(stream), late: Some((branch, site)) },
+        }
+    }
+
+    /// All of it.
+    fn landed(&mut self, stream: Stream) -> Val {
+        match stream.late {
+            Some((branch, site)) => self.b.residual(stream.x, branch, site),
+            None => stream.x,
+        }
+    }
+
+    fn leave(mut self, stream: Stream) -> Builder<'s, 'p, K> {
+        self.b.give("h", stream.x);
+        if let Some((branch, _)) = stream.late {
+            self.b.give("late", branch);
+        }
         self.b
+    }
+
+    /// What a branch begins with. On a ladder the norm is inside of the region where ranks compute parts: in B its gradient is summed behind it, and the sum is
+    /// under way until the stream's gradient is needed, which is a branch later.
+    fn norm_for_branch(&mut self, x: Val, name: &str) -> Val {
+        match self.config.residual {
+            Residual::Serial => self.norm(x, name),
+            Residual::Ladder => {
+                let entered = self.b.typed(x).lie.entering(TP);
+                let x = self.b.want(x, &entered);
+                self.norm(x, name)
+            }
+        }
     }
 
     /// Logits over the vocabulary, and their cross-entropy.
@@ -181,7 +235,8 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
 
     /// The last norm, and a product with the table.
     fn logits(&mut self) -> Val {
-        let x = self.trunk("h");
+        let stream = self.enter(self.config.layers);
+        let x = self.landed(stream);
         let Names { table: tokens, norm } = self.names();
         let normed = self.norm(x, norm);
         let name = if self.config.tied { tokens } else { "lm_head.weight" };
@@ -211,6 +266,19 @@ impl<'a, 's, 'p, K: Kernels> Units<'a, 's, 'p, K> {
     fn site(&self, id: u32) -> Site {
         Site { id, rate: self.config.dropout, rows: self.config.context }
     }
+}
+
+/// What the names of a block's weights begin with.
+pub(super) fn prefix(family: &Family, layer: usize) -> String {
+    match family {
+        Family::Gpt2 => format!("h.{layer}."),
+        Family::Llama { .. } => format!("model.layers.{layer}."),
+    }
+}
+
+/// The first of a layer's three places where elements are dropped: attention, and what each branch adds.
+fn of_layer(layer: usize) -> u32 {
+    1 + 3 * layer as u32
 }
 
 /// What is called otherwise in each family.

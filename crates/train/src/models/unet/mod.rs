@@ -319,7 +319,7 @@ impl<K: Kernels> Model<K> for Unet {
             Piece::Grow { level } => at(level).grow(level),
             Piece::End => at(0).end(),
         };
-        Unit::new(graph, setup.recompute)
+        setup.unit(unit, graph)
     }
 }
 

@@ -17,6 +17,8 @@ const MIN_HANDED_OVER: u64 = 1 << 20;
 /// The kind of routes that others wait for, and by how much more than others they weigh.
 const WAITED_FOR: u8 = 7;
 const URGENCY: u64 = 8;
+/// What goes before others weighs so much more than they do: it has nearly all of a link.
+const PRECEDENCE: u64 = 64;
 
 /// Lanes of forwarded boxes.
 #[derive(Default)]
@@ -58,6 +60,13 @@ impl Emitter<'_> {
                 None => channel_bytes,
             };
             t.weight = weight.max(1);
+        }
+        for id in std::mem::take(&mut self.alone) {
+            let t = self.plan.transfer_mut(id);
+            t.weight = t.bytes;
+        }
+        for id in std::mem::take(&mut self.urgent) {
+            self.plan.transfer_mut(id).weight *= PRECEDENCE;
         }
         self.plan
     }

@@ -50,6 +50,15 @@ pub(super) struct Emitter<'a> {
     /// Counts boxes, so that devices that can stand in for each other take turns.
     turn: usize,
     lanes: Lanes,
+    /// Whether sums follow each other as streams.
+    pub(super) is_streamed: bool,
+    /// Whether every sum was put together in blocks.
+    pub(super) are_blocks: bool,
+    /// Transfers that go before others on their links.
+    pub(super) urgent: Vec<TransferId>,
+    /// Transfers that weigh what they themselves have, whatever else goes between the same devices: a host that begins one when
+    /// another is over has few of them under way, and with the weight of all they would take its NIC from what they bring about.
+    pub(super) alone: Vec<TransferId>,
     /// Who has received the box under way, host after host, and since which transfer.
     arrivals: Vec<(Rank, TransferId)>,
     /// By host.
@@ -71,6 +80,10 @@ impl<'a> Emitter<'a> {
             serves_home: false,
             turn: 0,
             lanes: Lanes::default(),
+            is_streamed: false,
+            are_blocks: false,
+            urgent: vec![],
+            alone: vec![],
             arrivals: vec![],
             has: vec![Has { box_number: 0, first: 0 }; problem.topology.num_hosts()],
             box_number: 0,

@@ -274,12 +274,14 @@ impl Builder<'_, '_> {
             }
             joining = sides;
         }
-        let exit = (!is_last).then(|| self.exit(host, &ranks, root));
+        // Who adds from the side passes nothing else on: it would add nothing.
+        let mut taken = joining.clone();
+        taken.push(root);
+        let exit = (!is_last).then(|| self.exit(host, &ranks, &taken));
         if let Some(at) = exit.and_then(|exit| ranks.iter().position(|&r| r == exit)) {
             let exit = ranks.remove(at);
             ranks.push(exit);
         }
-        let mut taken = vec![root];
         taken.extend(exit);
         let entry = enters.then(|| self.entry(host, &ranks, &taken));
         if let Some(at) = entry.and_then(|entry| ranks.iter().position(|&r| r == entry)) {
@@ -324,15 +326,15 @@ impl Builder<'_, '_> {
         least(turns, cost).expect("a part has a holder")
     }
 
-    /// The device that a host's sum leaves from: one that adds while its port has time, else any.
-    fn exit(&self, host: HostId, ranks: &[Rank], root: Rank) -> Rank {
+    /// The device that a host's sum leaves from: one that adds while its port has time, else any that is not `taken`.
+    fn exit(&self, host: HostId, ranks: &[Rank], taken: &[Rank]) -> Rank {
         let own = least(ranks.iter().copied(), |r| self.loads.nic_out(r, self.bytes()));
         let own = own.expect("a host on the way adds");
         let relay = |r: Rank| {
             let local = self.loads.local_in(r, self.bytes()).max(self.loads.local_out(own, self.bytes()));
             self.loads.nic_out(r, self.bytes()).max(local)
         };
-        let others = self.loads.ranks(host).filter(|r| *r != root && !ranks.contains(r));
+        let others = self.loads.ranks(host).filter(|r| !taken.contains(r) && !ranks.contains(r));
         self.own_or(own, self.loads.nic_out(own, self.bytes()), least(others, relay), relay)
     }
 

@@ -26,6 +26,8 @@ pub(super) struct Cut<'a> {
     pub place: (usize, usize),
     /// Whose turn it is, among devices that can stand in for each other.
     pub turn: usize,
+    /// The same among receivers that may be the root.
+    pub root_turn: usize,
     /// Adders by host (or for a cut inside a host, its own alone), each part with its holders.
     pub cover: Vec<(HostId, Vec<&'a [Rank]>)>,
     /// Receivers by host, without those that are served by their own host.
@@ -39,6 +41,7 @@ pub(super) struct Draft<'a> {
     pub bytes: u64,
     pub place: (usize, usize),
     pub turn: usize,
+    pub root_turn: usize,
     pub holders: &'a Holders,
 }
 
@@ -48,8 +51,8 @@ impl<'a> Draft<'a> {
         cover: Vec<(HostId, Vec<&'a [Rank]>)>,
         receivers: BTreeMap<HostId, Vec<Rank>>,
     ) -> Cut<'a> {
-        let Draft { sum, bytes, place, turn, .. } = *self;
-        Cut { sum, region: self.region.clone(), bytes, place, turn, cover, receivers }
+        let Draft { sum, bytes, place, turn, root_turn, .. } = *self;
+        Cut { sum, region: self.region.clone(), bytes, place, turn, root_turn, cover, receivers }
     }
 }
 
@@ -85,6 +88,61 @@ impl Cut<'_> {
     /// Whether somebody may have to hold it for others.
     pub(super) fn needs_room(&self) -> bool {
         self.cover.iter().map(|(_, parts)| parts.len()).sum::<usize>() > 1
+    }
+}
+
+/// All pieces of a source one behind the other, shared out evenly over ports: only what lies on the border of two is cut.
+///
+/// ```text
+/// pieces   |   0   |   1   |   2   |   3   |
+/// ports    |    0     |    1     |    2    |       boxes 0, 1a, 1b, 2a, 2b, 3: six instead of twelve
+/// ```
+pub(super) struct Line {
+    pub bytes: u64,
+    pub ports: u64,
+    at: u64,
+}
+
+/// A box of a piece, whose turn it is, and whose among the receivers.
+pub(super) struct Share {
+    pub region: Region,
+    pub turn: usize,
+    pub root_turn: usize,
+}
+
+impl Line {
+    pub(super) fn new(bytes: u64, ports: u64) -> Self {
+        Self { bytes, ports: ports.max(1), at: 0 }
+    }
+
+    /// The boxes of the next piece, each cut `ways` ways more.
+    pub(super) fn next(&mut self, sum: &SumItem, ways: u64) -> Vec<Share> {
+        let (start, end) = (self.at, self.at + sum.bytes);
+        self.at = end;
+        let border = |port: u64| (u128::from(self.bytes) * u128::from(port) / u128::from(self.ports)) as u64;
+        let first = (0..self.ports).rev().find(|&port| border(port) <= start).unwrap_or(0);
+        let mut shares = vec![];
+        let mut from = start;
+        for port in first..self.ports {
+            let mut to = if port + 1 < self.ports { border(port + 1).min(end) } else { end };
+            // What is too small to pay is left to a neighbour.
+            if end - to < MIN_CUT {
+                to = end;
+            }
+            if to == end || to.saturating_sub(from) >= MIN_CUT {
+                let offset = |way: u64| from - start + (to - from) * way / ways;
+                for way in 0..ways {
+                    let region = boxes::part(&sum.region, sum.bytes, offset(way), offset(way + 1));
+                    let (turn, root_turn) = (port as usize + 1, way as usize);
+                    shares.extend(region.map(|region| Share { region, turn, root_turn }));
+                }
+                from = to;
+            }
+            if to == end {
+                break;
+            }
+        }
+        shares
     }
 }
 

@@ -3,9 +3,12 @@
 use std::collections::BTreeMap;
 
 use crate::cluster::Topology;
-use crate::id::{HostId, Rank};
+use crate::id::{HostId, PortId, Rank};
 
 use super::super::super::demand::SumSource;
+
+/// No port counts as more NICs than this.
+const MAX_WIDTH: f64 = 16.0;
 
 /// The parts of a sum on one host, each with its holders there.
 #[derive(Debug, Clone, Default)]
@@ -77,6 +80,43 @@ impl Holders {
         }
         chosen.into_iter().collect()
     }
+}
+
+/// The NICs of a host one by one, each as a device behind it: a port as wide as two NICs is there twice.
+///
+/// ```text
+/// 3 devices, 4 NICs    r0 r1 r2 r2          5 devices, 4 NICs    r0 r2 r3 r4, since r1 shares that of r0
+/// ```
+pub(super) fn nics(topology: &Topology, host: HostId) -> Vec<Rank> {
+    let rate = |port: PortId| topology.ports[port.index()].out_bytes_per_s;
+    let narrowest = topology.ports_of(host).map(rate).fold(f64::INFINITY, f64::min);
+    let mut nics = vec![];
+    let mut last = None;
+    for rank in topology.ranks_of(host) {
+        let port = topology.port(rank);
+        if last != Some(port) {
+            let width = (rate(port) / narrowest).round().clamp(1.0, MAX_WIDTH);
+            nics.extend(std::iter::repeat_n(rank, width as usize));
+            last = Some(port);
+        }
+    }
+    nics
+}
+
+/// A holder of every part, in an order in which a box comes in by one NIC and leaves by another, all NICs taking turns both ways.
+pub(super) fn through(parts: &[&[Rank]], nics: &[Rank], turn: usize) -> Vec<Rank> {
+    let widest = nics.chunk_by(|a, b| a == b).map(<[Rank]>::len).max().unwrap_or(1);
+    let (entry, exit) = (nics[turn % nics.len()], nics[(turn + widest) % nics.len()]);
+    let one = |ranks: &&[Rank]| {
+        let own = [entry, exit].into_iter().find(|nic| ranks.contains(nic));
+        own.unwrap_or(ranks[turn % ranks.len()])
+    };
+    let mut ranks: Vec<Rank> = parts.iter().map(one).collect();
+    if !ranks.contains(&entry) {
+        return in_turn(parts, turn);
+    }
+    ranks.sort_by_key(|&r| if r == entry { 0 } else { 1 + u8::from(r == exit) });
+    ranks
 }
 
 /// One holder of every part, in an order in which the devices of a host take turns at being first and last.

@@ -1,5 +1,7 @@
 //! Inside a host that has every part.
 
+use std::collections::BTreeSet;
+
 use crate::id::{HostId, Rank};
 
 use super::super::emit::Emitter;
@@ -18,7 +20,7 @@ impl Emitter<'_> {
         let with = |_: &Self, shape| -> Vec<Tree> {
             jobs.iter().zip(&roots).map(|(job, &root)| job.tree_inside(first, root, shape)).collect()
         };
-        self.emit_best(cuts, with, (all_add, Following::Never), room);
+        self.emit_best(cuts, with, (all_add, Following::Never, &BTreeSet::new()), room);
     }
 }
 

@@ -21,6 +21,7 @@
 mod balanced;
 mod between;
 mod blocks;
+mod chains;
 pub(super) mod chunk;
 mod cuts;
 mod holders;
@@ -38,8 +39,9 @@ use crate::id::{HostId, Rank};
 
 use super::super::demand::SumClass;
 use super::super::problem::PlanError;
-use blocks::{Blocks, MANY_PAIRS};
-use cuts::{Cut, Draft, cuts};
+use blocks::Blocks;
+pub(super) use blocks::MANY_PAIRS;
+use cuts::{Cut, Draft, Line, Share, cuts};
 use holders::{Holders, by_host, in_turn};
 use room::Room;
 pub(super) use tree::Shape;
@@ -62,16 +64,22 @@ pub(super) struct Balanced {
 /// How hosts are told apart that could do the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Style {
-    /// Everybody in turn: stars where they may be and put no more on any link than paths do. With `follow`, boxes that end at
-    /// hosts that add follow each other too, where they would take long to fill their paths side by side.
-    Turns { stars: bool, follow: bool },
+    /// Everybody in turn: stars where they may be and put no more on any link than paths do. With `follow`, boxes follow each other as streams,
+    /// one for every port, where they would take long to fill their paths side by side. `by_nic` they come together at all NICs of a host in turn,
+    /// and go from there to the devices that want them: those may share NICs unevenly.
+    Turns { stars: bool, follow: bool, by_nic: bool },
     /// By load.
     Balanced(Balanced),
 }
 
 impl Emitter<'_> {
-    /// Emits everything that has to be added up.
-    pub(super) fn sums(&mut self, max_extra_bytes: Option<u64>, style: Style) -> Result<(), PlanError> {
+    /// Emits everything that has to be added up; in blocks what would take `many_pairs` transfers and more piece by piece.
+    pub(super) fn sums(
+        &mut self,
+        max_extra_bytes: Option<u64>,
+        style: Style,
+        many_pairs: u64,
+    ) -> Result<(), PlanError> {
         let demands = self.demands;
         if demands.sums.is_empty() {
             return Ok(());
@@ -82,34 +90,56 @@ impl Emitter<'_> {
         let (mut between, mut inside) = (vec![], BTreeMap::<HostId, Vec<Cut>>::new());
         let mut sends = vec![0u64; topology.num_hosts()];
         let in_blocks = match max_extra_bytes {
-            None => self.sums_in_blocks(&holders),
+            None => self.sums_in_blocks(&holders, many_pairs),
             Some(_) => vec![false; holders.len()],
         };
+        self.are_blocks = in_blocks.iter().all(|done| *done);
         let rest = demands.sum_classes.iter().enumerate().filter(|(_, c)| !in_blocks[c.source as usize]);
+        let mut rest: Vec<(usize, &SumClass)> = rest.collect();
         let mut of_source = vec![(0, 0); holders.len()];
         demands.sum_classes.iter().for_each(|class| of_source[class.source as usize].1 += 1);
+        let mut lines: Option<(Vec<Line>, bool)> = match (style, max_extra_bytes) {
+            (Style::Turns { follow: true, by_nic, .. }, None) => {
+                rest.sort_by_key(|(_, class)| self.place_of_end(class));
+                Some((self.lines(&holders, by_nic), by_nic))
+            }
+            _ => None,
+        };
         for (c, class) in rest {
             let place = of_source[class.source as usize];
             of_source[class.source as usize].0 += 1;
+            let holders = &holders[class.source as usize];
             let (roots, devices) = match style {
-                Style::Turns { .. } => self.num_turns(class, &holders[class.source as usize], few),
-                Style::Balanced(style) => {
-                    (self.num_boxes(class, &holders[class.source as usize], style, place.1), 1)
-                }
+                Style::Turns { by_nic, .. } => self.num_turns(class, holders, few, by_nic),
+                Style::Balanced(style) => (self.num_boxes(class, holders, style, place.1), 1),
             };
             for &item in &class.items {
                 let sum = &demands.sums[item as usize];
-                for (i, region) in cuts(sum, roots * devices, max_extra_bytes).into_iter().enumerate() {
+                let shares = match &mut lines {
+                    // By NIC, a stream has one at those who want it too.
+                    Some((lines, true)) => {
+                        let shares = lines[class.source as usize].next(sum, 1).into_iter();
+                        shares.map(|share| Share { root_turn: share.turn, ..share }).collect()
+                    }
+                    Some((lines, false)) => lines[class.source as usize].next(sum, self.num_ways(class)),
+                    None => {
+                        let cuts = cuts(sum, roots * devices, max_extra_bytes).into_iter().enumerate();
+                        let share = |(i, region)| {
+                            // Roots take turns by their load, devices one turn of all roots after the other.
+                            let turn = match (self.many_ports, few) {
+                                _ if matches!(style, Style::Balanced(_)) => i,
+                                (true, true) => i / roots as usize,
+                                (true, false) => c,
+                                (false, _) => 0,
+                            };
+                            Share { region, turn, root_turn: turn }
+                        };
+                        cuts.map(share).collect()
+                    }
+                };
+                for Share { region, turn, root_turn } in shares {
                     let bytes = region.volume() * (sum.bytes / sum.region.volume());
-                    let holders = &holders[class.source as usize];
-                    // Roots take turns by their load, devices one turn of all roots after the other.
-                    let turn = match (self.many_ports, few) {
-                        _ if matches!(style, Style::Balanced(_)) => i,
-                        (true, true) => i / roots as usize,
-                        (true, false) => c,
-                        (false, _) => 0,
-                    };
-                    let cut = Draft { sum, region, bytes, place, turn, holders };
+                    let cut = Draft { sum, region, bytes, place, turn, root_turn, holders };
                     self.sort_cut(cut, &mut sends, &mut between, &mut inside);
                 }
             }
@@ -122,15 +152,39 @@ impl Emitter<'_> {
         Ok(())
     }
 
+    /// Which device of its host the first receiver is. Pieces that end at the devices of one place are a stream, so that it can go past them all:
+    /// it enters hosts at the next place and comes by the others before.
+    fn place_of_end(&self, class: &SumClass) -> u32 {
+        let topology = &self.problem.topology;
+        let first = self.demands.set(class.receivers).first().copied().unwrap_or(Rank(0));
+        first.0 - topology.ranks_of(topology.host(first)).next().map_or(first.0, |r| r.0)
+    }
+
+    /// The pieces of every source as a line.
+    fn lines(&self, holders: &[Holders], by_nic: bool) -> Vec<Line> {
+        let (mut bytes, mut streams) = (vec![0; holders.len()], vec![1; holders.len()]);
+        for class in &self.demands.sum_classes {
+            let source = class.source as usize;
+            bytes[source] += class.bytes;
+            if by_nic {
+                streams[source] = self.with_landings(class, streams[source]);
+            }
+        }
+        let lines = holders.iter().zip(bytes).zip(streams);
+        lines
+            .map(|((holders, bytes), streams)| Line::new(bytes, self.num_streams(holders, streams)))
+            .collect()
+    }
+
     /// Emits sums that would take very many transfers piece by piece; says which.
-    fn sums_in_blocks(&mut self, holders: &[Holders]) -> Vec<bool> {
+    fn sums_in_blocks(&mut self, holders: &[Holders], many_pairs: u64) -> Vec<bool> {
         let (demands, topology) = (self.demands, &self.problem.topology);
         let mut by_source: Vec<Vec<&SumClass>> = vec![vec![]; holders.len()];
         demands.sum_classes.iter().for_each(|class| by_source[class.source as usize].push(class));
         let mut done = vec![false; holders.len()];
         for (source, classes) in by_source.iter().enumerate() {
             let pairs = classes.len() as u64 * demands.sources[source].parts.len() as u64;
-            if pairs < MANY_PAIRS {
+            if pairs < many_pairs {
                 continue;
             }
             let one_host = |class: &&SumClass| {

@@ -85,9 +85,10 @@ impl Tree {
         }
     }
 
-    /// Where its last path starts.
+    /// Where its last path starts, of those that nobody waits for.
     pub(super) fn start(&self) -> Rank {
-        self.up.last().map_or(self.root, |way| way.ranks[0])
+        let path = self.up.iter().rev().find(|way| !way.is_side);
+        path.or(self.up.last()).map_or(self.root, |way| way.ranks[0])
     }
 
     /// Whether a rank passes on what comes from others, other than to be waited for.
@@ -190,8 +191,20 @@ impl<'a> Box<'a> {
 impl Emitter<'_> {
     /// Emits one path of a box to its root. Under a limit, ranks that do not want the box hold it only where there is
     /// room.
-    pub(super) fn sum_up(&mut self, of: &mut Box, path: usize, mut room: Option<&mut Room>) {
+    pub(super) fn sum_up(&mut self, of: &mut Box, path: usize, room: Option<&mut Room>) {
+        self.sum_up_since(of, path, room, [None; 2]);
+    }
+
+    /// The same, where the first and the last of its transfers wait for others of their senders; says which they are.
+    pub(super) fn sum_up_since(
+        &mut self,
+        of: &mut Box,
+        path: usize,
+        mut room: Option<&mut Room>,
+        since: [Option<TransferId>; 2],
+    ) -> Option<[TransferId; 2]> {
         let tree = of.tree;
+        let mut ends: Option<[TransferId; 2]> = None;
         let kind = if tree.up[path].is_side { 7 } else { 2 };
         for (from, to) in tree.up[path].edges() {
             let mut after = of.arrived.remove(&from).unwrap_or_default();
@@ -203,6 +216,8 @@ impl Emitter<'_> {
             if let Some(room) = room.as_mut().filter(|_| to != tree.root && !of.is_wanted_by(to)) {
                 after.extend(room.take(to));
             }
+            after.extend(since[0].filter(|_| ends.is_none()));
+            after.extend(since[1].filter(|_| to == tree.up[path].to));
             let id = match is_first {
                 true => self.add_first(of.tensor, (from, to), of.region, &after, (kind, of.route, 0)),
                 false => self.plan.add(of.tensor, from, to, of.region, &after),
@@ -216,7 +231,9 @@ impl Emitter<'_> {
                 of.read_by.insert(from, id);
             }
             of.arrived.entry(to).or_default().push(id);
+            ends = Some([ends.map_or(id, |ends| ends[0]), id]);
         }
+        ends
     }
 
     /// Emits the way of the sum from its root to everybody else.
