@@ -199,3 +199,31 @@ fn a_peer_that_never_answers_is_named() {
     let error = talk_to(&Header::bare(FrameKind::Hello, 0, 1).encode());
     assert!(matches!(error, CommError::Timeout { peer: Rank(1), bytes: 1_000_000, .. }), "{error}");
 }
+
+/// A peer that dies, or leaves, while nobody needs it is missed by the next job that does.
+#[test]
+fn a_peer_lost_between_jobs_is_named_by_the_next_one() {
+    for (kind, leaves) in [Kind::Mem, Kind::Tcp, Kind::Shm].into_iter().flat_map(|k| [(k, false), (k, true)])
+    {
+        let plan = chain(1 << 20);
+        let program = Verified::plan(&plan, Addressing::Apart).unwrap();
+        let mut engines: Vec<Engine> = (0..)
+            .map(Rank)
+            .zip(links_of(&plan, kind))
+            .map(|(rank, links)| engine(rank, links, 300))
+            .collect();
+        let mut gone = engines.remove(1);
+        if leaves {
+            // For its deadline: it waits for the farewell of ranks that nobody drives here.
+            gone.close();
+        }
+        drop(gone);
+        for _ in 0..3 {
+            engines[0].turn().unwrap();
+        }
+        let handle = engines[0].start(job(&program, Rank(0))).unwrap();
+        let error = engines[0].wait(handle).unwrap_err();
+        assert_eq!(error.culprit(), Some(Rank(1)), "{error}");
+        assert!(error.to_string().contains("before this began"), "{error}");
+    }
+}

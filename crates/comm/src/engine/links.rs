@@ -33,6 +33,8 @@ pub(super) struct Peer {
     /// We said that nothing more comes.
     pub shut: bool,
     pub lost: bool,
+    /// How its connection ended.
+    pub ended: Option<String>,
 }
 
 impl Peer {
@@ -56,6 +58,7 @@ impl Peer {
             said_bye: false,
             shut: false,
             lost: false,
+            ended: None,
         }
     }
 }
@@ -128,6 +131,7 @@ impl Engine {
     pub(super) fn on_lost(&mut self, peer: usize, error: LinkError) -> Result<(), CommError> {
         // One that talks nonsense can still be told so.
         if !matches!(error, LinkError::Wire(_)) {
+            self.peers[peer].ended = Some(error.to_string());
             self.forget(peer);
         }
         self.suspect(peer, error)

@@ -246,7 +246,7 @@ impl Engine {
             return Err(error.clone());
         }
         let (id, now) = (spec.id, self.clock.now_ns());
-        let link_of = |rank: Rank| self.index_of.get(&rank).copied().filter(|i| !self.peers[*i].lost);
+        let link_of = |rank: Rank| self.index_of.get(&rank).copied();
         let mut job = Job::new(spec, now, link_of, self.me, self.borrower)?;
         // Nobody who had nothing to do with us was silent.
         for peer in job.peers().filter(|peer| !self.jobs.values().any(|other| other.goes_on_with(*peer))) {
@@ -264,6 +264,7 @@ impl Engine {
         }
         let ready: Vec<u32> = (0..).zip(&job.ops).filter(|(_, p)| p.waits == 0).map(|(i, _)| i).collect();
         self.jobs.insert(id, job);
+        self.miss_the_lost(id);
         for ops in ready.chunks(START_STEP) {
             ops.iter().for_each(|op| self.activate(id, *op, now));
             self.pump_sends().map_err(|error| self.give_up(error))?;

@@ -259,6 +259,21 @@ impl Engine {
         Ok(())
     }
 
+    /// A peer whose connection ended while nothing needed it is needed now. News of who was to blame gets the same time as ever.
+    pub(super) fn miss_the_lost(&mut self, job: u32) {
+        let known = |rank: &Rank| &self.peers[self.index_of[rank]];
+        let Some(peer) = self.jobs[&job].peers().filter(|rank| known(rank).lost).min() else { return };
+        let cause = match &known(&peer).ended {
+            Some(why) if !known(&peer).said_bye => format!("before this began: {why}"),
+            _ => "it left before this began".into(),
+        };
+        let (me, host) = (self.me, self.host(peer));
+        let (op, tensor, bytes) = self.outstanding(peer);
+        let error = CommError::PeerLost { me, peer, host, op, tensor, bytes, cause };
+        let at = self.clock.now_ns() + GRACE_NS;
+        self.watch.suspicion.get_or_insert((error, at));
+    }
+
     /// What a peer said cannot be.
     pub(super) fn nonsense(&self, peer: Rank, cause: WireError) -> CommError {
         let (op, tensor, bytes) = self.outstanding(peer);
