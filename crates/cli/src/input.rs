@@ -282,7 +282,7 @@ impl HostArgs {
 
     fn adjust_host(&self, host: &mut Host) -> Result<()> {
         if let Some(text) = &self.local {
-            host.local_bytes_per_s = parse_rate(text).context("the local rate")?;
+            (host.local_bytes_per_s, host.cache) = (parse_rate(text).context("the local rate")?, None);
         }
         host.nics = self.nics.unwrap_or(host.nics);
         Ok(())

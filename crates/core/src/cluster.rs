@@ -34,8 +34,17 @@ pub struct Host {
     pub nic_in_bytes_per_s: f64,
     /// Of each device's link to its neighbours, each way.
     pub local_bytes_per_s: f64,
+    /// What is small stays in the processor's cache, and moves at another rate.
+    pub cache: Option<Cache>,
     /// Of each device, where it is known.
     pub memory_bytes: Option<u64>,
+}
+
+/// The rate of local links for the first bytes that a host's devices receive in a run; what is beyond them moves at the rate of memory.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cache {
+    pub bytes: u64,
+    pub bytes_per_s: f64,
 }
 
 impl Host {
@@ -47,6 +56,7 @@ impl Host {
             nic_out_bytes_per_s: DEFAULT_NIC_BYTES_PER_S,
             nic_in_bytes_per_s: DEFAULT_NIC_BYTES_PER_S,
             local_bytes_per_s: DEFAULT_LOCAL_BYTES_PER_S,
+            cache: None,
             memory_bytes: None,
         }
     }
@@ -57,6 +67,15 @@ impl Host {
 
     pub fn in_bytes_per_s(&self) -> f64 {
         f64::from(self.nics) * self.nic_in_bytes_per_s
+    }
+
+    /// The host as it is in a run in which its devices receive so many bytes: one rate of its local links, that takes as long for all of
+    /// them as the cache's and the memory's take one after the other.
+    fn settle(&mut self, bytes: f64) {
+        let Some(cache) = self.cache.take() else { return };
+        let near = bytes.min(cache.bytes as f64);
+        let seconds = near / cache.bytes_per_s + (bytes - near) / self.local_bytes_per_s;
+        self.local_bytes_per_s = if bytes > 0.0 { bytes / seconds } else { cache.bytes_per_s };
     }
 }
 
@@ -119,6 +138,15 @@ impl Cluster {
             true => self.local_latency_s + 2.0 * self.local_message_s,
             false => self.latency_s + 2.0 * self.message_s,
         }
+    }
+
+    /// Gives local links the one rate that they have in a run, by what the devices of every host receive in it.
+    pub(crate) fn settle(&mut self, received: impl FnOnce(&Topology) -> Vec<f64>) {
+        if self.hosts.iter().all(|host| host.cache.is_none()) {
+            return;
+        }
+        let received = received(&Topology::new(self));
+        self.hosts.iter_mut().zip(received).for_each(|(host, bytes)| host.settle(bytes));
     }
 
     pub fn num_devices(&self) -> usize {
@@ -238,6 +266,17 @@ impl Topology {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_fits_into_a_cache_moves_at_its_rate_and_the_rest_at_the_memorys() {
+        let cache = Some(Cache { bytes: 4000, bytes_per_s: 40.0 });
+        for (bytes, seconds) in [(1000.0, 25.0), (4000.0, 100.0), (14_000.0, 1100.0)] {
+            let mut host = Host { local_bytes_per_s: 10.0, cache, ..Host::with_devices(2) };
+            host.settle(bytes);
+            assert!((bytes / host.local_bytes_per_s - seconds).abs() < 1e-9, "{host:?}");
+            assert_eq!(host.cache, None, "a rate is settled once");
+        }
+    }
 
     #[test]
     fn devices_share_ports_evenly() {

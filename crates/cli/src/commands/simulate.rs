@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use crossmesh_core::cluster::{Cluster, Topology};
+use crossmesh_core::cluster::Cluster;
 use crossmesh_core::program::doc::ProgramDoc;
 use crossmesh_core::reshard::lower::Addressing;
 use crossmesh_core::reshard::{Plan, lower_bound};
@@ -167,8 +167,7 @@ pub fn move_to(plan: &mut Plan, cluster: Cluster) -> Result<()> {
             count(cluster.num_devices(), "device")
         );
     }
-    plan.problem.topology = Topology::new(&cluster);
-    plan.problem.cluster = cluster;
+    plan.problem.move_to(cluster);
     Ok(())
 }
 

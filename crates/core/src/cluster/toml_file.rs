@@ -15,6 +15,8 @@
 //! # nic_out = "400Gbit"     # or each way on its own
 //! # nic_in = "200Gbit"
 //! local = "450GB/s"         # each device's link to its neighbours, each way; default 100GB/s
+//! # cache = "4MiB"          # of what the devices of a host receive in a run, so much moves at the rate of `cached`; default nothing
+//! # cached = "600GB/s"      # at least as much as `local`
 //! memory = "80GiB"          # of each device; default unknown
 //!
 //! [[tier]]                  # switch levels, from the hosts upwards
@@ -36,10 +38,10 @@ use std::ops::Range;
 use toml::de::{DeTable, DeValue};
 
 use super::table::Table;
-use super::{Cluster, Group, Host, Tier};
+use super::{Cache, Cluster, Group, Host, Tier};
 use crate::id::HostId;
 use crate::mesh::MAX_MESH_LEN;
-use crate::units::{UnitError, shown};
+use crate::units::{Rate, UnitError, shown};
 
 /// More devices than this in one cluster is taken for a typing mistake.
 pub const MAX_CLUSTER_DEVICES: u64 = MAX_MESH_LEN;
@@ -55,7 +57,8 @@ const UPLINKS_BYTES_PER_S: std::ops::RangeInclusive<f64> = 0.125..=1e30;
 
 const TOP_KEYS: &[&str] =
     &["latency", "local_latency", "message", "local_message", "measured", "host", "tier"];
-const HOST_KEYS: &[&str] = &["count", "devices", "nics", "nic", "nic_out", "nic_in", "local", "memory"];
+const HOST_KEYS: &[&str] =
+    &["count", "devices", "nics", "nic", "nic_out", "nic_in", "local", "cache", "cached", "memory"];
 const TIER_KEYS: &[&str] = &["name", "hosts_per_group", "groups", "oversubscription", "uplink"];
 
 /// Why a cluster file cannot be used.
@@ -174,8 +177,24 @@ fn read_host(table: &Table, max_devices: u32) -> Result<Host, ClusterError> {
     if let Some(rate) = table.rate("local")? {
         host.local_bytes_per_s = rate;
     }
+    host.cache = read_cache(table, host.local_bytes_per_s)?;
     host.memory_bytes = table.bytes("memory")?;
     Ok(host)
+}
+
+fn read_cache(table: &Table, local_bytes_per_s: f64) -> Result<Option<Cache>, ClusterError> {
+    match (table.bytes("cache")?, table.rate("cached")?) {
+        (None, None) => Ok(None),
+        (None, Some(_)) => Err(table.missing("cache")),
+        (Some(_), None) => Err(table.missing("cached")),
+        (Some(bytes), Some(bytes_per_s)) => match table.get("cached") {
+            Some(found) if bytes_per_s < local_bytes_per_s => {
+                let range = format!("from the rate of `local` upwards, {}", Rate(local_bytes_per_s));
+                Err(found.out_of_range(&Rate(bytes_per_s).to_string(), range))
+            }
+            _ => Ok(Some(Cache { bytes, bytes_per_s })),
+        },
+    }
 }
 
 fn read_tier(table: &Table, cluster: &Cluster) -> Result<Tier, ClusterError> {
@@ -277,6 +296,8 @@ devices = 8
 nics = 4
 nic = "400Gbit"
 local = "450GB/s"
+cache = "48MiB"
+cached = "600GB/s"
 memory = "80GiB"
 
 [[host]]
@@ -308,7 +329,9 @@ uplink = "100Gbit"
             (8, 4, 50e9, 50e9)
         );
         assert_eq!((big.local_bytes_per_s, big.memory_bytes), (450e9, Some(80 << 30)));
+        assert_eq!(big.cache, Some(Cache { bytes: 48 << 20, bytes_per_s: 600e9 }));
         let small = &cluster.hosts[3];
+        assert_eq!(small.cache, None);
         assert_eq!((small.devices, small.nics, small.nic_out_bytes_per_s), (2, 1, 25e9 / 8.0));
         assert_eq!(small.nic_in_bytes_per_s, DEFAULT_NIC_BYTES_PER_S);
         assert_eq!((small.local_bytes_per_s, small.memory_bytes), (DEFAULT_LOCAL_BYTES_PER_S, None));
@@ -334,6 +357,18 @@ uplink = "100Gbit"
     }
 
     #[test]
+    fn a_cache_has_a_size_and_a_rate_above_that_of_memory() {
+        let of = |keys: &str| error(&format!("[[host]]\ndevices = 2\nlocal = '10GB/s'\n{keys}"));
+        assert!(of("cache = '4MiB'").contains("has no `cached`"));
+        assert!(of("cached = '20GB/s'").contains("has no `cache`"));
+        let slower = of("cache = '4MiB'\ncached = '9GB/s'");
+        assert!(
+            slower.contains("cached = 72 Gbit/s is out of range") && slower.contains("80 Gbit/s"),
+            "{slower}"
+        );
+    }
+
+    #[test]
     fn syntax_errors_keep_their_line() {
         let text = error("[[host]]\ndevices = \n");
         assert!(text.starts_with("TOML parse error at line 2"), "{text}");
@@ -354,7 +389,7 @@ uplink = "100Gbit"
     fn unknown_keys_name_the_nearest() {
         assert_eq!(
             error("[[host]]\ndevice = 8"),
-            "line 2: a [[host]] has no key `device`; did you mean `devices`?\nhint: its keys are count, devices, nics, nic, nic_out, nic_in, local, memory"
+            "line 2: a [[host]] has no key `device`; did you mean `devices`?\nhint: its keys are count, devices, nics, nic, nic_out, nic_in, local, cache, cached, memory"
         );
         assert!(error("[[hosts]]\ndevices = 8").contains("did you mean `host`?"));
         assert!(!error("colour = 8").contains("did you mean"));

@@ -171,9 +171,17 @@ impl Problem {
                 reshards.push(Reshard { name, src, dst });
             }
         }
-        let cluster = placer.cluster;
+        let mut cluster = placer.cluster;
+        cluster.settle(|topology| received(&reshards, topology));
         let topology = Topology::new(&cluster);
         Ok(Self { cluster, topology, reshards })
+    }
+
+    /// The same tensors between the same ranks, on another cluster, which has at least as many devices.
+    pub fn move_to(&mut self, mut cluster: Cluster) {
+        cluster.settle(|topology| received(&self.reshards, topology));
+        self.topology = Topology::new(&cluster);
+        self.cluster = cluster;
     }
 
     /// The names of the meshes that each rank is in.
@@ -186,6 +194,16 @@ impl Problem {
         }
         meshes
     }
+}
+
+/// What the devices of every host have in the end: a mesh's devices alike, which they nearly are.
+fn received(reshards: &[Reshard], topology: &Topology) -> Vec<f64> {
+    let mut bytes = vec![0.0; topology.num_hosts()];
+    for dst in reshards.iter().map(|reshard| &reshard.dst) {
+        let of_each = dst.layout.bytes_on_devices() as f64 / dst.ranks.len() as f64;
+        dst.ranks.iter().for_each(|rank| bytes[topology.host(*rank).index()] += of_each);
+    }
+    bytes
 }
 
 /// More bytes than this, counted on every device that holds or receives them, is refused: sums of bytes stay far inside

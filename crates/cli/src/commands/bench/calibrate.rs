@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use crossmesh_core::cluster::{Cluster, Host, Topology};
+use crossmesh_core::cluster::{Cache, Cluster, Host, Topology};
 use crossmesh_core::id::Rank;
 use crossmesh_core::region::{Region, Span};
 use crossmesh_core::reshard::problem::Hosts;
@@ -20,7 +20,7 @@ use crate::machine::{machine, today};
 use crate::output::{self, Format, FormatArgs, Progress, Table, count};
 use crate::predict::Prediction;
 use crate::runner::{RunOptions, median, run_plan};
-use fit::{Costs, Row, fit};
+use fit::{CACHES, Costs, Row, fit};
 
 mod fit;
 
@@ -33,7 +33,7 @@ const HELD_OUT_COUNTS: [u64; 4] = [3, 30, 300, 3000];
 const REPEAT: u32 = 9;
 /// Pairs of processes that share these runs. One pair may lie well or badly on the processors for as long as it lives, so the median of their
 /// fastest runs counts.
-const PAIRS: u32 = 5;
+const PAIRS: u32 = 9;
 /// A row that takes less than this is repeated more often, up to so many times: one wake-up more or less is a large part of it.
 const SHORT_S: f64 = 5e-3;
 const MOST_TIMES_MORE: f64 = 20.0;
@@ -42,11 +42,12 @@ const MOST_TIMES_MORE: f64 = 20.0;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Two processes send 1 to 10,000 messages of 1 KiB to 256 MiB, one behind the
 other, over TCP and over shared memory, 9 times (--repeat), and up to 20 times
-as often where that is short. Five pairs of processes share these runs; what
+as often where that is short. Nine pairs of processes share these runs; what
 counts is the fastest run of a pair, in the median of the pairs. Latency, the
 cost of a message and the rate are those that explain the times best: the worst
-error and the mean one, as shares of the measured times, are made small. Then
-every row is simulated with them: predicted beside measured; and so are rows of
+error and the mean one, as shares of the measured times, are made small; where
+small rows of shared memory move faster than large ones, what fits into a cache
+has a rate of its own. Then every row is simulated with them: predicted beside measured; and so are rows of
 other sizes and counts, which had no part in it. The last line counts all of
 them.
 
@@ -100,6 +101,11 @@ struct WayResult {
     latency_s: f64,
     message_s: f64,
     bytes_per_s: f64,
+    /// Of a row so many bytes move at that rate, where small rows move faster.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cached_bytes_per_s: Option<f64>,
     median_error: f64,
     worst_error: f64,
     rows: Vec<RowResult>,
@@ -149,7 +155,7 @@ pub fn run(args: &CalibrateArgs) -> Result<Answer> {
         let held_out = grid(&HELD_OUT_SIZES, &HELD_OUT_COUNTS).filter(fits);
         let held_out = measure(way, held_out, args, &progress)?;
         verified &= ran.iter().chain(&held_out).all(|r| r.verified);
-        let costs = fit(&ran.iter().map(|r| r.row).collect::<Vec<_>>());
+        let costs = fit(&ran.iter().map(|r| r.row).collect::<Vec<_>>(), way.caches());
         way.set(&mut cluster, costs);
         ways.push(WayResult::of(way, costs, ran, held_out)?);
     }
@@ -233,9 +239,17 @@ impl Way {
         })
     }
 
+    /// Those that may carry what is small.
+    fn caches(self) -> &'static [u64] {
+        match self {
+            Way::Tcp => &[],
+            Way::SharedMemory => &CACHES,
+        }
+    }
+
     /// Writes what it costs into a cluster.
     fn set(self, cluster: &mut Cluster, costs: Costs) {
-        let Costs { latency_s, message_s, bytes_per_s } = costs;
+        let Costs { latency_s, message_s, bytes_per_s, cache } = costs;
         match self {
             Way::Tcp => {
                 (cluster.latency_s, cluster.message_s) = (latency_s, message_s);
@@ -245,7 +259,9 @@ impl Way {
             }
             Way::SharedMemory => {
                 (cluster.local_latency_s, cluster.local_message_s) = (latency_s, message_s);
-                cluster.hosts.iter_mut().for_each(|host| host.local_bytes_per_s = bytes_per_s);
+                for host in &mut cluster.hosts {
+                    (host.local_bytes_per_s, host.cache) = (bytes_per_s, cache);
+                }
             }
         }
     }
@@ -281,12 +297,14 @@ impl WayResult {
         let (rows, held_out) = (simulated(ran)?, simulated(held_out)?);
         let (median_error, worst_error) = off_by(&rows);
         let (held_out_median_error, held_out_worst_error) = off_by(&held_out);
-        let Costs { latency_s, message_s, bytes_per_s } = costs;
+        let Costs { latency_s, message_s, bytes_per_s, cache } = costs;
         Ok(Self {
             way,
             latency_s,
             message_s,
             bytes_per_s,
+            cache_bytes: cache.map(|cache| cache.bytes),
+            cached_bytes_per_s: cache.map(|cache| cache.bytes_per_s),
             median_error,
             worst_error,
             rows,
@@ -304,7 +322,9 @@ impl WayResult {
 
 impl RowResult {
     fn of(Ran { prediction, row, measured_s, .. }: Ran, cluster: &Cluster) -> Result<Self> {
-        let predicted_s = simulate(&prediction.program, cluster)?.makespan_s;
+        let mut problem = prediction.plan.problem;
+        problem.move_to(cluster.clone());
+        let predicted_s = simulate(&prediction.program, &problem.cluster)?.makespan_s;
         let Row { messages, bytes, seconds } = row;
         let error = row.error(predicted_s);
         Ok(Self { messages, bytes, measured_s, fastest_s: seconds, predicted_s, error })
@@ -326,11 +346,12 @@ fn render(results: &Results) -> String {
     for way in &results.ways {
         let _ = writeln!(
             text,
-            "\n{}: latency {}, {} a message at each end, {}",
+            "\n{}: latency {}, {} a message at each end, {}{}",
             way.way.name(),
             Seconds(way.latency_s),
             Seconds(way.message_s),
-            Rate(way.bytes_per_s)
+            Rate(way.bytes_per_s),
+            cached(way)
         );
         let mut table = Table::new("r");
         table.row(["messages", "bytes each", "measured", "predicted", "error"]);
@@ -363,6 +384,12 @@ fn render(results: &Results) -> String {
     let _ =
         writeln!(text, "\n{}: off by {median:.1} % in the median, {worst:.1} % at worst", count(rows, "row"));
     text
+}
+
+/// `, 39.8 GB/s up to 4 MiB`, where a cache has a rate of its own.
+fn cached(way: &WayResult) -> String {
+    let cache = way.cached_bytes_per_s.zip(way.cache_bytes);
+    cache.map_or(String::new(), |(rate, bytes)| format!(", {} up to {}", Rate(rate), Bytes(bytes)))
 }
 
 /// `3.1 % in the median, 12.0 % at worst`.
@@ -405,6 +432,9 @@ fn cluster_file(results: &Results, cluster: &Cluster) -> String {
         gigabytes(host.nic_out_bytes_per_s),
         gigabytes(host.local_bytes_per_s),
     );
+    if let Some(Cache { bytes, bytes_per_s }) = host.cache {
+        let _ = write!(text, "cache = \"{bytes}B\"\ncached = \"{}\"\n", gigabytes(bytes_per_s));
+    }
     text
 }
 
@@ -440,6 +470,8 @@ mod tests {
             latency_s: 1e-5,
             message_s: 0.0,
             bytes_per_s: 1e9,
+            cache_bytes: None,
+            cached_bytes_per_s: None,
             median_error: 0.01,
             worst_error: 0.01,
             rows: vec![row(0.01)],
@@ -467,8 +499,11 @@ mod tests {
     #[test]
     fn the_file_says_what_was_found() {
         let mut cluster = Cluster::of_hosts(vec![Host::with_devices(2); 2]);
-        Way::Tcp.set(&mut cluster, Costs { latency_s: 61.5e-6, message_s: 4.25e-6, bytes_per_s: 2.5e9 });
-        let local = Costs { latency_s: 12e-6, message_s: 1.5e-6, bytes_per_s: 8e9 };
+        let costs =
+            |latency_s, message_s, bytes_per_s| Costs { latency_s, message_s, bytes_per_s, cache: None };
+        Way::Tcp.set(&mut cluster, costs(61.5e-6, 4.25e-6, 2.5e9));
+        let cache = Some(Cache { bytes: 4 << 20, bytes_per_s: 16e9 });
+        let local = Costs { cache, ..costs(12e-6, 1.5e-6, 8e9) };
         Way::SharedMemory.set(&mut cluster, local);
         let results = Results {
             schema: "crossmesh.calibration/1",
@@ -487,13 +522,19 @@ mod tests {
 
     #[test]
     fn the_simulator_agrees_with_what_is_fitted() {
-        let costs = Costs { latency_s: 61.5e-6, message_s: 4.25e-6, bytes_per_s: 2.5e9 };
-        for way in [Way::Tcp, Way::SharedMemory] {
+        let costs = Costs { latency_s: 61.5e-6, message_s: 4.25e-6, bytes_per_s: 2.5e9, cache: None };
+        let cache = Cache { bytes: 1 << 20, bytes_per_s: 5e9 };
+        let near = Costs { cache: Some(cache), ..costs };
+        for (way, costs) in [(Way::Tcp, costs), (Way::SharedMemory, costs), (Way::SharedMemory, near)] {
             for (messages, bytes) in [(1, 1 << 10), (300, 4 << 10), (7, 1 << 20)] {
                 let prediction = Prediction::of_plan(way.plan(messages, bytes, None).unwrap()).unwrap();
                 let n = messages as f64;
-                let seconds =
-                    costs.latency_s + (n + 1.0) * costs.message_s + n * bytes as f64 / costs.bytes_per_s;
+                let (all, most) = (n * bytes as f64, costs.cache.map_or(0.0, |cache| cache.bytes as f64));
+                let of_cache = all.min(most) / cache.bytes_per_s;
+                let seconds = costs.latency_s
+                    + (n + 1.0) * costs.message_s
+                    + of_cache
+                    + (all - all.min(most)) / costs.bytes_per_s;
                 let row = Row { messages, bytes, seconds };
                 let ran = Ran { prediction, row, measured_s: vec![seconds], verified: true };
                 let result = WayResult::of(way, costs, vec![ran], vec![]).unwrap();

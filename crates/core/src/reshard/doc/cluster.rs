@@ -152,6 +152,8 @@ impl HostDoc {
             nic_out_bytes_per_s: check_rate("hosts[].nic_out_bytes_per_s", self.nic_out_bytes_per_s)?,
             nic_in_bytes_per_s: check_rate("hosts[].nic_in_bytes_per_s", self.nic_in_bytes_per_s)?,
             local_bytes_per_s: check_rate("hosts[].local_bytes_per_s", self.local_bytes_per_s)?,
+            // A plan's rates are those of its run.
+            cache: None,
             memory_bytes: self.memory_bytes,
         })
     }
