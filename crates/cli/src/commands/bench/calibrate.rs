@@ -47,9 +47,9 @@ counts is the fastest run of a pair, in the median of the pairs. Latency, the
 cost of a message and the rate are those that explain the times best: the worst
 error and the mean one, as shares of the measured times, are made small; where
 small rows of shared memory move faster than large ones, what fits into a cache
-has a rate of its own. Then every row is simulated with them: predicted beside measured; and so are rows of
-other sizes and counts, which had no part in it. The last line counts all of
-them.
+has a rate of its own. Then every row is simulated with them: predicted beside
+measured; and so are rows of other sizes and counts, which had no part in it.
+The last line counts all of them.
 
 Where others use the processor all the time, the numbers are of a machine in
 use.
