@@ -13,7 +13,7 @@ use crate::checksum;
 
 /// `XMSH`, little-endian.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"XMSH");
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 pub const HEADER_BYTES: usize = 36;
 /// The most a frame carries.
 pub const MAX_PAYLOAD: u32 = 1 << 20;
@@ -42,10 +42,12 @@ pub enum Kind {
     Segment = 9,
     /// The sender can map memory of the GPU whose number the payload is.
     Maps = 10,
+    /// Shared memory: whole messages, each of them one run of bytes, lie in segment `tag`; payload: for each its tag, how many, and where.
+    Offers = 11,
 }
 
 impl Kind {
-    pub const ALL: [Kind; 10] = [
+    pub const ALL: [Kind; 11] = [
         Kind::Hello,
         Kind::Data,
         Kind::Ready,
@@ -56,6 +58,7 @@ impl Kind {
         Kind::Bye,
         Kind::Segment,
         Kind::Maps,
+        Kind::Offers,
     ];
 }
 
@@ -63,6 +66,9 @@ impl Kind {
 pub const MAX_TAGS_PER_FRAME: usize = 4096;
 pub const MAX_REASON_BYTES: usize = 4096;
 const MAX_OFFER_BYTES: usize = 4096;
+/// The most messages that are offered by one frame, and the bytes that each of them takes there.
+pub const MAX_OFFERS_PER_FRAME: usize = 1024;
+pub const OFFER_RECORD_BYTES: usize = 16;
 
 /// No rank, where a frame could name one.
 pub const NOBODY: u32 = u32::MAX;
@@ -168,6 +174,7 @@ impl Header {
             Kind::Data => (MAX_PAYLOAD as usize, true, true, true),
             Kind::Ready => (4 * MAX_TAGS_PER_FRAME, true, false, false),
             Kind::Offer => (MAX_OFFER_BYTES, true, true, true),
+            Kind::Offers => (OFFER_RECORD_BYTES * MAX_OFFERS_PER_FRAME, true, true, false),
             Kind::Taken => (0, true, true, true),
             Kind::Beat => (0, false, true, false),
             Kind::Segment => (8, false, true, false),
@@ -229,12 +236,12 @@ mod tests {
     fn the_header_is_as_documented() {
         let header = Header { kind: Kind::Taken, job: 1, tag: 2, offset: 3, len: 4, payload_crc: 5 };
         let expected =
-            "584d5348 01 05 0000 01000000 02000000 0300000000000000 04000000 05000000".replace(' ', "");
+            "584d5348 02 05 0000 01000000 02000000 0300000000000000 04000000 05000000".replace(' ', "");
         let bytes = header.encode();
         let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(hex[..64], expected);
         assert_eq!(bytes[32..36], crc32c::crc32c(&bytes[..32]).to_le_bytes());
-        assert_eq!(Kind::ALL.map(|k| k as u8), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+        assert_eq!(Kind::ALL.map(|k| k as u8), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
     }
 
     #[test]

@@ -268,6 +268,8 @@ impl<'a> Session<'a> {
         let mut payload: Vec<u8> = (0..len).map(|_| seed.below(256) as u8).collect();
         if kind == Kind::Offer {
             payload = offer(seed);
+        } else if kind == Kind::Offers && seed.below(4) > 0 {
+            payload = offers(&self.work.expected, seed);
         }
         let job = [0, 0, 0, 1, u32::MAX][seed.below(5)];
         let tag = [0, 1, 2, 3, 99, u32::MAX][seed.below(6)];
@@ -403,6 +405,20 @@ fn offer(seed: &mut Seed) -> Vec<u8> {
     let word = |seed: &mut Seed| [0, 1, 3, 4, 64, 2000, 3000, 8192, 1 << 20, u64::MAX][seed.below(10)];
     for _ in 0..3 + seed.below(6) {
         payload.extend_from_slice(&word(seed).to_le_bytes());
+    }
+    payload
+}
+
+/// Whole messages in one frame, some of them such as are waited for.
+fn offers(expected: &[Expected], seed: &mut Seed) -> Vec<u8> {
+    let mut payload = vec![];
+    for _ in 0..1 + seed.below(4) {
+        let (tag, bytes) = match expected.get(seed.below(expected.len() + 1)) {
+            Some(expected) => (expected.tag, expected.bytes as u32),
+            None => (seed.below(5) as u32, [0, 64, u32::MAX][seed.below(3)]),
+        };
+        let start = [0u64, 64, 1 << 15, u64::MAX][seed.below(4)];
+        payload.extend([tag, bytes].into_iter().flat_map(u32::to_le_bytes).chain(start.to_le_bytes()));
     }
     payload
 }

@@ -137,13 +137,57 @@ fn what_was_not_offered_cannot_be_taken() {
     for lie in lies {
         let mut session = Session::greeted();
         let said = session.announce();
-        assert!(said.iter().any(|h| h.kind == Kind::Offer && h.tag == tag), "{said:?}");
+        assert!(said.iter().any(|h| h.kind == Kind::Offers), "{said:?}");
         session.refuses(&lie, &[], "was not offered");
     }
     let mut honest = Session::greeted();
     honest.announce();
     assert!(!honest.send(&taken(tag, BYTES), &[]).unwrap(), "it waits for ours");
     honest.refuses(&taken(tag, BYTES), &[], "taken before");
+}
+
+/// Of many messages in one frame each is looked at.
+#[test]
+fn what_is_offered_together_is_awaited_whole_and_lies_in_a_segment() {
+    let record = |tag: u32, bytes: u32, start: u64| {
+        [&tag.to_le_bytes()[..], &bytes.to_le_bytes(), &start.to_le_bytes()].concat()
+    };
+    let offers = |segment, records: &[Vec<u8>]| {
+        let payload = records.concat();
+        (Header::of(Kind::Offers, 0, segment, 0, &payload), payload)
+    };
+    let with_segment = || {
+        let mut session = Session::greeted();
+        let memory = Memory::shared(2 * BYTES).unwrap();
+        send_segment(&session.peer, memory.segment().unwrap());
+        assert!(!session.engine.test(session.handle).unwrap());
+        session
+    };
+    let (tag, all) = (Session::new().waits, BYTES as u32);
+    let whole = record(tag, all, 64);
+    let lies = [
+        (offers(1, std::slice::from_ref(&whole)), "it names no segment"),
+        (offers(0, &[]), "no list of offers"),
+        (offers(0, &[whole[..15].to_vec()]), "no list of offers"),
+        (offers(0, &[record(99, all, 0)]), "nobody waits for it"),
+        (offers(0, &[whole.clone(), whole.clone()]), "not the whole message"),
+        (offers(0, &[record(tag, all - 64, 0)]), "not the whole message"),
+        (offers(0, &[record(tag, all, 2 * BYTES)]), "it names no place"),
+        (offers(0, &[record(tag, all, u64::MAX)]), "it names no place"),
+        (offers(0, &vec![whole.clone(); 1025]), "longer than such frames"),
+    ];
+    for ((header, payload), why) in lies {
+        with_segment().refuses(&header, &payload, why);
+    }
+    // In part it has come another way.
+    let mut session = with_segment();
+    let part = [7; 64];
+    session.send(&Header::of(Kind::Data, 0, tag, 0, &part), &part).unwrap();
+    let (header, payload) = offers(0, std::slice::from_ref(&whole));
+    session.refuses(&header, &payload, "not the whole message");
+    let mut session = with_segment();
+    let (header, payload) = offers(0, &[whole]);
+    assert!(!session.send(&header, &payload).unwrap(), "ours has not been taken");
 }
 
 #[test]

@@ -69,8 +69,10 @@ impl Engine {
     /// Sends until nobody is in line, or all links are full; and says what there is to say.
     pub(super) fn pump_sends(&mut self) -> Result<(), CommError> {
         loop {
+            // What goes in one write began at one time: a clock for each part would cost as much as offering it.
+            let mut now = if self.line.is_empty() { 0 } else { self.clock.now_ns() };
             while let Some(first) = self.line.pop() {
-                self.send_part(first)?;
+                self.send_part(first, &mut now)?;
             }
             // What a flush brings may have to be announced, also to peers that had their turn.
             let touched = std::mem::take(&mut self.touched);
@@ -88,7 +90,7 @@ impl Engine {
         }
     }
 
-    fn send_part(&mut self, first: InLine) -> Result<(), CommError> {
+    fn send_part(&mut self, first: InLine, now: &mut u64) -> Result<(), CommError> {
         let InLine { job: id, channel, pass, .. } = first;
         let Some(job) = self.jobs.get_mut(&id) else { return Ok(()) };
         job.channels[channel as usize].in_line = false;
@@ -97,26 +99,27 @@ impl Engine {
         let peer = job.channels[channel as usize].link;
         if !self.peers[peer].link.has_room() {
             self.flush(peer)?;
+            *now = self.clock.now_ns();
             if !self.peers[peer].link.has_room() {
                 self.peers[peer].parked.push((id, channel));
                 return Ok(());
             }
         }
-        self.issue(id, channel, op, upto);
+        self.issue(id, channel, op, upto, *now);
         self.touch(peer);
         self.wake_channel(id, channel);
         Ok(())
     }
 
     /// Hands the next part of a send to its link.
-    fn issue(&mut self, id: u32, channel: u32, op: u32, upto: u64) {
+    fn issue(&mut self, id: u32, channel: u32, op: u32, upto: u64, now: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let OpKind::Send { tag, weight, .. } = job.op(op).kind else { return };
         let link = &mut self.peers[job.channels[channel as usize].link].link;
         let bytes = job.op(op).bytes;
         let progress = &mut job.ops[op as usize];
         if progress.started_ns == 0 {
-            progress.started_ns = self.clock.now_ns();
+            progress.started_ns = now;
         }
         let start = progress.issued;
         let end = upto.min(start + link.part_bytes(job.spec.chunk_bytes));

@@ -73,14 +73,24 @@ fn script(data: &[u8], outbox: &mut Outbox) {
     for word in data.as_chunks::<8>().0 {
         let kind = Kind::ALL[usize::from(word[0]) % Kind::ALL.len()];
         let offset = u64::from(word[2]) << (word[3] % 64);
-        let payload = if kind == Kind::Offer {
-            offer(word)
-        } else {
-            vec![word[6]; usize::from(word[4]) << (word[5] % 9)]
+        let payload = match kind {
+            Kind::Offer => offer(word),
+            Kind::Offers => offers(word),
+            _ => vec![word[6]; usize::from(word[4]) << (word[5] % 9)],
         };
         let header = Header::of(kind, u32::from(word[1] >> 7), u32::from(word[1] % 5), offset, &payload);
         outbox.push_control(header, payload, None);
     }
+}
+
+/// Whole messages, of which the first may be what is expected.
+fn offers(word: &[u8; 8]) -> Vec<u8> {
+    let record = |tag: u32| {
+        let bytes = expected(tag).bytes as u32 + u32::from(word[4] / 128);
+        let start = u64::from(word[5]) << (word[6] % 16);
+        [tag, bytes].into_iter().flat_map(u32::to_le_bytes).chain(start.to_le_bytes())
+    };
+    (0..u32::from(word[7] % 5)).flat_map(|i| record((u32::from(word[1]) + i) % 5)).collect()
 }
 
 /// The offer of a view that may or may not be what is expected, or fit.

@@ -16,10 +16,10 @@ use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use crossmesh_cuda::Staging;
-use rustc_hash::FxHashMap;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
+use super::arrivals::{Arrivals, Arriving, Slot};
 use super::outbox::MIN_DIRECT_RUN;
 use super::sealed::Records;
 use super::{Expected, LinkError, Message};
@@ -38,17 +38,6 @@ const TAIL_BYTES: usize = FEW_BYTES;
 const MAX_SLICES: usize = 512;
 /// Descriptors that came before their frame was read.
 const MAX_DESCRIPTORS: usize = 64;
-
-/// A message that is arriving.
-pub struct Arriving {
-    pub expected: Expected,
-    /// In place.
-    pub arrived: u64,
-    /// In place, or in the peer's segment for us to take.
-    pub promised: u64,
-}
-
-pub type Arrivals = FxHashMap<Message, Arriving>;
 
 /// A frame, as it comes out.
 pub enum Received {
@@ -78,22 +67,18 @@ struct Incoming {
     control: Vec<u8>,
     /// Where a payload for a device gathers.
     staging: Option<Staging>,
+    /// The message that a payload belongs to.
+    slot: Option<Slot>,
 }
 
 impl Incoming {
-    /// A frame whose header was checked.
-    fn new(header: Header, arrivals: &Arrivals) -> Result<Self, LinkError> {
-        let mut incoming = Self { header, got: 0, crc: 0, control: vec![], staging: None };
-        if header.kind == Kind::Data
-            && let Some(gpu) = arrivals[&incoming.message()].expected.place.gpu()
-        {
+    /// A frame whose header was checked; and the message whose data it is.
+    fn new(header: Header, slot: Option<Slot>, arrivals: &Arrivals) -> Result<Self, LinkError> {
+        let mut incoming = Self { header, got: 0, crc: 0, control: vec![], staging: None, slot };
+        if let Some(gpu) = slot.and_then(|slot| arrivals[slot].expected.place.gpu()) {
             incoming.staging = Some(gpu.stage(header.len as usize).map_err(failed)?);
         }
         Ok(incoming)
-    }
-
-    fn message(&self) -> Message {
-        Message { job: self.header.job, tag: self.header.tag }
     }
 
     fn left(&self) -> u64 {
@@ -157,7 +142,7 @@ impl Inbox {
         if let Some(records) = &self.records {
             return records.bytes_left();
         }
-        self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data).map_or(0, Incoming::left)
+        self.incoming.as_ref().filter(|i| i.slot.is_some()).map_or(0, Incoming::left)
     }
 
     /// Reads once and takes what came apart. False once the socket has nothing more.
@@ -170,7 +155,7 @@ impl Inbox {
         let direct = self.direct(arrivals);
         let result = match (&mut self.records, direct) {
             (Some(records), _) => records.read(|into| receive(socket, into, &mut self.descriptors)),
-            (None, Some(message)) => self.read_direct(socket, &arrivals[&message]),
+            (None, Some(slot)) => self.read_direct(socket, &arrivals[slot]),
             (None, None) => self.read_ahead(socket),
         };
         match result {
@@ -211,16 +196,16 @@ impl Inbox {
     /// A whole frame, which the peer made.
     fn take_frame(&mut self, frame: &[u8], arrivals: &mut Arrivals) -> Result<Received, LinkError> {
         let (head, payload) = frame.split_first_chunk::<HEADER_BYTES>().expect("records hold frames");
-        let header = self.check_header(head, arrivals)?;
+        let (header, slot) = self.check_header(head, arrivals)?;
         if header.len as usize != payload.len() {
             return Err(header.unexpected("its record has another length").into());
         }
-        let mut incoming = Incoming::new(header, arrivals)?;
+        let mut incoming = Incoming::new(header, slot, arrivals)?;
         incoming.got = header.len;
-        match (header.kind, &mut incoming.staging) {
-            (Kind::Data, Some(staging)) => staging.bytes_mut().copy_from_slice(payload),
-            (Kind::Data, None) => {
-                let expected = &arrivals[&incoming.message()].expected;
+        match (slot, &mut incoming.staging) {
+            (Some(_), Some(staging)) => staging.bytes_mut().copy_from_slice(payload),
+            (Some(slot), None) => {
+                let expected = &arrivals[slot].expected;
                 expected.place.unpack(header.offset, payload, expected.combine)?;
             }
             _ => incoming.control = payload.to_vec(),
@@ -229,12 +214,12 @@ impl Inbox {
     }
 
     /// The message whose payload can be read straight into place.
-    fn direct(&self, arrivals: &Arrivals) -> Option<Message> {
-        let incoming = self.incoming.as_ref().filter(|i| i.header.kind == Kind::Data)?;
-        let in_place =
-            incoming.staging.is_some() || can_be_read_into(&arrivals.get(&incoming.message())?.expected);
+    fn direct(&self, arrivals: &Arrivals) -> Option<Slot> {
+        let incoming = self.incoming.as_ref()?;
+        let slot = incoming.slot?;
+        let in_place = incoming.staging.is_some() || can_be_read_into(&arrivals[slot].expected);
         let least = if self.streams { TAIL_BYTES as u64 } else { MIN_DIRECT };
-        (in_place && self.start == self.end && incoming.left() >= least).then(|| incoming.message())
+        (in_place && self.start == self.end && incoming.left() >= least).then_some(slot)
     }
 
     fn read_direct(&mut self, socket: BorrowedFd<'_>, arriving: &Arriving) -> Result<usize, Errno> {
@@ -303,29 +288,32 @@ impl Inbox {
         let Some(bytes) = self.ahead[self.start..self.end].first_chunk::<HEADER_BYTES>() else {
             return Ok(false);
         };
-        let header = self.check_header(&bytes.clone(), arrivals)?;
+        let (header, slot) = self.check_header(&bytes.clone(), arrivals)?;
         self.start += HEADER_BYTES;
-        if header.kind == Kind::Data {
-            let message = Message { job: header.job, tag: header.tag };
+        if let Some(slot) = slot {
             let long = u64::from(header.len) >= MIN_DIRECT;
-            let streams = |a: &Arriving| a.expected.place.gpu().is_some() || can_be_read_into(&a.expected);
-            self.streams = long && arrivals.get(&message).is_some_and(streams);
+            let expected = &arrivals[slot].expected;
+            self.streams = long && (expected.place.gpu().is_some() || can_be_read_into(expected));
         }
-        self.incoming = Some(Incoming::new(header, arrivals)?);
+        self.incoming = Some(Incoming::new(header, slot, arrivals)?);
         Ok(true)
     }
 
-    /// A header that has its place here.
-    fn check_header(&mut self, bytes: &[u8; HEADER_BYTES], arrivals: &Arrivals) -> Result<Header, LinkError> {
+    /// A header that has its place here; and, of data, the message that it belongs to.
+    fn check_header(
+        &mut self,
+        bytes: &[u8; HEADER_BYTES],
+        arrivals: &Arrivals,
+    ) -> Result<(Header, Option<Slot>), LinkError> {
         let header = Header::decode(bytes)?;
         header.check_fields()?;
         match header.kind {
             Kind::Hello => self.greeted = true,
             _ if !self.greeted => return Err(header.unexpected("it comes before the greeting").into()),
-            Kind::Data => check_data(&header, arrivals)?,
+            Kind::Data => return Ok((header, Some(check_data(&header, arrivals)?))),
             _ => {}
         }
-        Ok(header)
+        Ok((header, None))
     }
 
     /// Moves what the buffer has of the payload to where it belongs.
@@ -335,8 +323,8 @@ impl Inbox {
         if let Some(staging) = &mut incoming.staging {
             let got = incoming.got as usize;
             staging.bytes_mut()[got..got + len].copy_from_slice(&self.ahead[self.start..self.start + len]);
-        } else if incoming.header.kind == Kind::Data {
-            let expected = &arrivals[&incoming.message()].expected;
+        } else if let Some(slot) = incoming.slot {
+            let expected = &arrivals[slot].expected;
             if let Some(combine) = expected.combine {
                 len -= len % combine.element_bytes();
             }
@@ -359,13 +347,15 @@ fn can_be_read_into(expected: &Expected) -> bool {
 }
 
 /// A part has to be the next one of a message that was announced.
-fn check_data(header: &Header, arrivals: &Arrivals) -> Result<(), WireError> {
+fn check_data(header: &Header, arrivals: &Arrivals) -> Result<Slot, WireError> {
     let message = Message { job: header.job, tag: header.tag };
-    let arriving = arrivals.get(&message).ok_or_else(|| header.unexpected("nobody waits for it"))?;
+    let slot = arrivals.find(&message).ok_or_else(|| header.unexpected("nobody waits for it"))?;
+    let arriving = &arrivals[slot];
     if header.offset != arriving.arrived || arriving.promised != arriving.arrived {
         return Err(header.unexpected("it is not the next part"));
     }
-    check_extent(header, arriving)
+    check_extent(header, arriving)?;
+    Ok(slot)
 }
 
 /// A part has to lie within its message, and hold whole elements where they are combined.
@@ -382,11 +372,11 @@ pub fn check_extent(header: &Header, arriving: &Arriving) -> Result<(), WireErro
 }
 
 fn finish(incoming: Incoming, arrivals: &mut Arrivals) -> Received {
-    if incoming.header.kind != Kind::Data {
+    let Some(slot) = incoming.slot else {
         return Received::Control { header: incoming.header, payload: incoming.control };
-    }
-    let message = incoming.message();
-    let arriving = arrivals.get_mut(&message).expect("checked with the header");
+    };
+    let arriving = &mut arrivals[slot];
+    let message = arriving.message;
     arriving.arrived += u64::from(incoming.header.len);
     arriving.promised = arriving.arrived;
     let upto = arriving.arrived;
@@ -398,7 +388,7 @@ fn finish(incoming: Incoming, arrivals: &mut Arrivals) -> Received {
         }
     };
     if upto == arriving.expected.bytes {
-        arrivals.remove(&message);
+        arrivals.remove(slot);
     }
     received
 }

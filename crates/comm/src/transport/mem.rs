@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crossmesh_core::id::Rank;
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::inbox::{Arrivals, Arriving};
+use super::arrivals::Arrivals;
 use super::{Control, Event, Expected, Link, LinkError, Message};
 use crate::memory::place::Lent;
 use crate::wire::{Kind, WireError};
@@ -117,12 +117,15 @@ impl MemLink {
             why: "it is not the next part of a message that somebody waits for",
         };
         let upto = offset + bytes.len() as u64;
-        let next = |a: &&mut Arriving| a.arrived == offset && upto <= a.expected.bytes;
-        let arriving = self.arrivals.get_mut(&message).filter(next).ok_or(unexpected)?;
+        let Some(slot) = self.arrivals.find(&message) else { return Err(unexpected.into()) };
+        let arriving = &mut self.arrivals[slot];
+        if arriving.arrived != offset || upto > arriving.expected.bytes {
+            return Err(unexpected.into());
+        }
         arriving.expected.place.unpack(offset, bytes, arriving.expected.combine)?;
         arriving.arrived = upto;
         if upto == arriving.expected.bytes {
-            self.arrivals.remove(&message);
+            self.arrivals.remove(slot);
         }
         Ok(Event::Arrived { message, upto })
     }
@@ -153,7 +156,7 @@ impl Link for MemLink {
     }
 
     fn expect(&mut self, message: Message, expected: Expected) {
-        self.arrivals.insert(message, Arriving { expected, arrived: 0, promised: 0 });
+        self.arrivals.insert(message, expected);
     }
 
     fn announce(&mut self, job: u32, tags: &[u32]) {

@@ -25,6 +25,7 @@ use crate::memory::place::Lent;
 use crate::wake::Waker;
 use crate::wire::WireError;
 
+mod arrivals;
 mod inbox;
 pub mod mem;
 #[cfg(feature = "mpi")]

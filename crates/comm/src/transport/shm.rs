@@ -11,10 +11,15 @@
 //! Memory of a GPU goes the same way, to a peer that has said that it maps memory of that GPU: its descriptor is the driver's, the receiver maps
 //! it, and a kernel copies. To a peer that has not, it goes through the socket.
 //!
-//! Of many small messages only the last is acknowledged, so that they cost a frame each and not two.
+//! Of many small messages each would cost a frame. Those that are whole and one run of bytes are offered together, as many as come until
+//! the socket is written to, and of all that were copied in a row only the last is acknowledged:
+//!
+//! ```text
+//! Offers: [message, bytes, where], ...    -->   16 bytes and one look-up each
+//!                                         <--   Taken: the last of them
+//! ```
 
 use std::collections::VecDeque;
-use std::collections::hash_map::Entry;
 use std::io::ErrorKind;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -23,15 +28,15 @@ use std::sync::Arc;
 use crossmesh_cuda::Gpu;
 use rustc_hash::FxHashSet;
 
-use super::inbox::Arrivals;
+use super::arrivals::{ALL, Arrivals, Slot};
 use super::outbox::Outbox;
 use super::{Event, Expected, LinkError, Message};
 use crate::memory::moving::Moving;
-use crate::memory::place::Lent;
+use crate::memory::place::{Lent, SideBySide};
 use crate::memory::{Memory, Place};
 use crate::view::{Outer, View};
 use crate::wake::Waker;
-use crate::wire::{Header, Kind, WireError};
+use crate::wire::{Header, Kind, MAX_OFFERS_PER_FRAME, OFFER_RECORD_BYTES, WireError};
 
 /// Messages up to this size travel inside the socket: two copies and two checksums more, a frame less.
 const INLINE_BYTES: u64 = 2 << 10;
@@ -43,28 +48,48 @@ const WINDOW_BYTES: u64 = 8 << 20;
 const DEVICE_WINDOW_BYTES: u64 = 64 << 20;
 /// Parts that a device copies at a time.
 const MAX_MOVING: usize = 16;
-const WINDOW_OFFERS: usize = 1024;
+const WINDOW_OFFERS: usize = MAX_OFFERS_PER_FRAME;
 /// What is copied before the link looks at its socket again.
 const STEP_BYTES: u64 = 512 << 10;
 /// Segments a peer may register; a rank has one for each memory it starts programs with.
 const MAX_SEGMENTS: u32 = 4096;
 
+/// Where a part lies.
+enum Source {
+    Place(Lent),
+    /// The whole message is a run of bytes of one of the peer's segments. To know the memory by its number costs nothing; of many small
+    /// messages, counting who has it would cost as much as copying them.
+    Run {
+        segment: u32,
+        start: u64,
+    },
+}
+
 /// A part to be copied.
 struct Pull {
     message: Message,
-    from: Lent,
+    from: Source,
+    /// The message that it is of, which stands there until all of it is copied.
+    slot: Slot,
     next: u64,
     end: u64,
-    /// Where a message goes that was offered in one part. Of others, the arrivals know.
-    whole: Option<Expected>,
     /// Under way, where a device copies it.
-    moving: Option<Moving>,
+    moving: Option<Box<Moving>>,
 }
 
 /// A part that the peer may read.
 struct Offered {
     message: Message,
     part: Range<u64>,
+}
+
+/// Offers that go in one frame: of one job, in one segment.
+#[derive(Default)]
+struct Together {
+    job: u32,
+    segment: u32,
+    /// As they are written.
+    records: Vec<u8>,
 }
 
 #[derive(Default)]
@@ -74,6 +99,8 @@ pub struct Shm {
     /// The peer's, by id.
     mapped: Vec<Arc<Memory>>,
     pulls: VecDeque<Pull>,
+    /// Not handed to the socket yet.
+    together: Together,
     /// Offered and not taken, in order; receivers take parts in the order in which they were offered.
     offered: VecDeque<Offered>,
     offered_bytes: u64,
@@ -155,22 +182,58 @@ impl Shm {
         outbox: &mut Outbox,
     ) -> Result<(), LinkError> {
         let segment = self.segment_of(from.memory(), outbox)?;
-        // One allocation: of many small messages this is a good part of what they cost.
-        let mut payload = Vec::with_capacity(4 + 8 * (3 + 2 * from.view().outer().len()));
-        payload.extend_from_slice(&segment.to_le_bytes());
-        let mut push = |value: u64| payload.extend_from_slice(&value.to_le_bytes());
-        push(part.end - part.start);
-        push(from.view().base());
-        push(from.view().run_bytes());
-        for outer in from.view().outer() {
-            push(outer.count);
-            push(outer.stride);
+        let (len, view) = (part.end - part.start, from.view());
+        let is_whole = part.start == 0 && part.end == view.bytes();
+        if is_whole && view.outer().is_empty() && from.gpu().is_none() && len <= u64::from(u32::MAX) {
+            self.offer_together(message, segment, len as u32, view.base(), outbox);
+        } else {
+            self.say_offers(outbox); // parts are offered in their order
+            offer_part(message, segment, &part, view, outbox);
         }
-        let header = Header::of(Kind::Offer, message.job, message.tag, part.start, &payload);
-        outbox.push_control(header, payload, None);
-        self.offered_bytes += part.end - part.start;
+        self.offered_bytes += len;
         self.offered.push_back(Offered { message, part });
         Ok(())
+    }
+
+    /// Adds a whole message to those that are offered together.
+    fn offer_together(
+        &mut self,
+        message: Message,
+        segment: u32,
+        bytes: u32,
+        start: u64,
+        outbox: &mut Outbox,
+    ) {
+        let is_full = self.together.records.len() == MAX_OFFERS_PER_FRAME * OFFER_RECORD_BYTES;
+        if is_full || (self.together.job, self.together.segment) != (message.job, segment) {
+            self.say_offers(outbox);
+            (self.together.job, self.together.segment) = (message.job, segment);
+        }
+        let mut record = [0; OFFER_RECORD_BYTES];
+        record[0..4].copy_from_slice(&message.tag.to_le_bytes());
+        record[4..8].copy_from_slice(&bytes.to_le_bytes());
+        record[8..16].copy_from_slice(&start.to_le_bytes());
+        self.together.records.extend_from_slice(&record);
+    }
+
+    /// Whether there are offers that `say_offers` has to hand over.
+    pub fn has_unsaid(&self) -> bool {
+        !self.together.records.is_empty()
+    }
+
+    /// Hands what is offered together to the socket.
+    pub fn say_offers(&mut self, outbox: &mut Outbox) {
+        if self.has_unsaid() {
+            let Together { job, segment, records } = &mut self.together;
+            let payload = std::mem::take(records);
+            let header = Header::of(Kind::Offers, *job, *segment, 0, &payload);
+            outbox.push_control(header, payload, None);
+        }
+    }
+
+    /// Forgets what was not handed over.
+    pub fn drop_unsaid(&mut self) {
+        self.together.records.clear();
     }
 
     /// The id under which the peer knows a memory; the first time, it is handed over.
@@ -219,11 +282,8 @@ impl Shm {
         arrivals: &mut Arrivals,
     ) -> Result<(), LinkError> {
         let message = Message { job: header.job, tag: header.tag };
-        // Looked up once: with many small messages the table is larger than a cache.
-        let Entry::Occupied(mut entry) = arrivals.entry(message) else {
-            return Err(unexpected(header, "nobody waits for it").into());
-        };
-        let arriving = entry.get_mut();
+        let slot = arrivals.find(&message).ok_or_else(|| unexpected(header, "nobody waits for it"))?;
+        let arriving = &mut arrivals[slot];
         let (segment, len, view) = self.parse_offer(header, payload)?;
         let end = header.offset.checked_add(len).filter(|end| *end <= arriving.expected.bytes);
         let end = end.ok_or_else(|| unexpected(header, "it is longer than the message"))?;
@@ -237,11 +297,10 @@ impl Shm {
         if len % element != 0 || view.run_bytes() % element != 0 {
             return Err(unexpected(header, "it ends inside an element").into());
         }
-        arriving.promised = end;
         let whole = header.offset == 0 && end == arriving.expected.bytes;
-        let whole = whole.then(|| entry.remove().expected);
-        let from = lent_by_peer(&Place { memory: segment, view });
-        self.pulls.push_back(Pull { message, from, next: header.offset, end, whole, moving: None });
+        arriving.promised = if whole { ALL } else { end };
+        let from = Source::Place(lent_by_peer(&Place { memory: segment, view }));
+        self.pulls.push_back(Pull { message, from, slot, next: header.offset, end, moving: None });
         Ok(())
     }
 
@@ -266,6 +325,42 @@ impl Shm {
         }
     }
 
+    /// Whole messages, each in one run.
+    pub fn on_offers(
+        &mut self,
+        header: &Header,
+        payload: &[u8],
+        arrivals: &mut Arrivals,
+    ) -> Result<(), LinkError> {
+        let segment = self.mapped.get(header.tag as usize).filter(|segment| segment.gpu().is_none());
+        let segment = segment.ok_or_else(|| unexpected(header, "it names no segment of the host"))?;
+        let (records, odd) = payload.as_chunks::<OFFER_RECORD_BYTES>();
+        if records.is_empty() || !odd.is_empty() {
+            return Err(unexpected(header, "it is no list of offers").into());
+        }
+        for record in records {
+            let word = |at: usize| u32::from_le_bytes(record[at..at + 4].try_into().expect("four bytes"));
+            let (tag, bytes) = (word(0), u64::from(word(4)));
+            let start = u64::from_le_bytes(record[8..16].try_into().expect("eight bytes"));
+            let message = Message { job: header.job, tag };
+            let bad = |why| WireError::Unexpected { kind: header.kind, job: header.job, tag, why };
+            let slot = arrivals.find(&message).ok_or_else(|| bad("nobody waits for it"))?;
+            let arriving = &mut arrivals[slot];
+            if arriving.promised != 0 || arriving.expected.bytes != bytes {
+                return Err(bad("it is not the whole message").into());
+            }
+            let view = View::from_parts(start, bytes, &[], segment.len());
+            let view = view.ok_or_else(|| bad("it names no place"))?;
+            arriving.promised = ALL;
+            let from = match arriving.expected.place.gpu() {
+                None => Source::Run { segment: header.tag, start },
+                Some(_) => Source::Place(lent_by_peer(&Place { memory: segment.clone(), view })),
+            };
+            self.pulls.push_back(Pull { message, from, slot, next: 0, end: bytes, moving: None });
+        }
+        Ok(())
+    }
+
     pub fn on_taken(&mut self, header: &Header, events: &mut Vec<Event>) -> Result<(), LinkError> {
         let said = (Message { job: header.job, tag: header.tag }, header.offset);
         let last = self.offered.iter().position(|offered| (offered.message, offered.part.end) == said);
@@ -286,82 +381,124 @@ impl Shm {
         events: &mut Vec<Event>,
     ) -> Result<(), LinkError> {
         self.start_moving(arrivals, waker)?;
-        let (mut budget, mut taken) = (STEP_BYTES, None);
-        while budget > 0
-            && let Some(pull) = self.pulls.front_mut()
-        {
-            let message = pull.message;
-            let parts = || arrivals.get(&message).map(|arriving| &arriving.expected);
-            let expected = match pull.whole.as_ref().or_else(parts) {
-                Some(expected) => expected,
-                None => {
-                    self.pulls.pop_front(); // its job was given up
-                    continue;
+        let (mut done, mut budget) = self.pull_whole(arrivals, events);
+        let mut taken = done.checked_sub(1).map(|last| taken_of(&self.pulls[last]));
+        let mut result: Result<(), LinkError> = Ok(());
+        for pull in self.pulls.iter_mut().skip(done) {
+            if budget == 0 {
+                break;
+            }
+            let expected = &arrivals[pull.slot].expected;
+            let mut part = pull.next..pull.next + (pull.end - pull.next).min(budget.next_multiple_of(64));
+            match (&mut pull.moving, &pull.from) {
+                (Some(moving), _) => {
+                    match moving.is_done() {
+                        Ok(true) => part.end = pull.end,
+                        Ok(false) => break,
+                        Err(error) => {
+                            result = Err(error.into());
+                            break;
+                        }
+                    };
                 }
-            };
-            let mut step = (pull.end - pull.next).min(budget.next_multiple_of(64));
-            match &mut pull.moving {
-                Some(moving) => {
-                    if !moving.is_done()? {
-                        break;
+                (None, from) if is_on_device(from, expected) => break, // as many as may are under way
+                (None, from) => {
+                    match from {
+                        Source::Place(from) => expected.place.copy_from(from, part.clone(), expected.combine),
+                        Source::Run { segment, start } => {
+                            let segment = &self.mapped[*segment as usize];
+                            expected.place.copy_from_peer(segment, *start, part.clone(), expected.combine);
+                        }
                     }
-                    step = pull.end - pull.next;
-                }
-                None if is_on_device(&pull.from, expected) => break, // as many as may are under way
-                None => {
-                    let part = pull.next..pull.next + step;
-                    expected.place.copy_from(&pull.from, part, expected.combine);
-                    budget = budget.saturating_sub(step);
+                    budget = budget.saturating_sub(part.end - part.start);
                 }
             }
-            pull.next += step;
-            let (upto, done) = (pull.next, pull.next == pull.end);
-            if pull.whole.is_none() {
-                note_arrived(arrivals, message, upto);
-            }
-            events.push(Event::Arrived { message, upto });
-            if done {
-                taken = Some(Header { offset: upto, ..Header::bare(Kind::Taken, message.job, message.tag) });
-                self.pulls.pop_front();
+            let upto = part.end;
+            pull.next = upto;
+            arrivals[pull.slot].arrived = upto;
+            events.push(Event::Arrived { message: pull.message, upto });
+            if upto == pull.end {
+                taken = Some(taken_of(pull));
+                done += 1;
             }
         }
+        // To let go of a place is an atomic operation, which waits for all that was copied before to be written. So they go together.
+        for pull in self.pulls.drain(..done) {
+            if pull.end == arrivals[pull.slot].expected.bytes {
+                arrivals.remove(pull.slot);
+            }
+        }
+        result?;
         if let Some(last) = taken {
             outbox.push_control(last, vec![], None);
         }
         self.start_moving(arrivals, waker)
     }
 
+    /// Copies the first messages, as long as they are whole and no more than runs of bytes: how many, and what is left of the step.
+    fn pull_whole(&self, arrivals: &Arrivals, events: &mut Vec<Event>) -> (usize, u64) {
+        let (mut done, mut budget, mut copies) = (0, STEP_BYTES, SideBySide::new());
+        for pull in &self.pulls {
+            let Source::Run { segment, start } = &pull.from else { break };
+            let expected = &arrivals[pull.slot].expected;
+            let is_plain = expected.combine.is_none() && expected.place.view().outer().is_empty();
+            if !is_plain || pull.next > 0 || pull.end > budget || budget == 0 {
+                break;
+            }
+            copies.add(&expected.place, &self.mapped[*segment as usize], *start);
+            events.push(Event::Arrived { message: pull.message, upto: pull.end });
+            (done, budget) = (done + 1, budget - pull.end);
+        }
+        copies.finish();
+        (done, budget)
+    }
+
     /// Lets devices begin with what they copy, several parts at a time.
     fn start_moving(&mut self, arrivals: &Arrivals, waker: Option<&Waker>) -> Result<(), LinkError> {
         for pull in self.pulls.iter_mut().take(MAX_MOVING).filter(|pull| pull.moving.is_none()) {
-            let parts = || arrivals.get(&pull.message).map(|arriving| &arriving.expected);
-            let Some(expected) = pull.whole.as_ref().or_else(parts) else { continue };
-            if is_on_device(&pull.from, expected) {
+            let expected = &arrivals[pull.slot].expected;
+            if let Source::Place(from) = &pull.from
+                && is_on_device(&pull.from, expected)
+            {
                 let part = pull.next..pull.end;
-                pull.moving = Some(Moving::copy(&pull.from, &expected.place, part, expected.combine, waker)?);
+                let moving = Moving::copy(from, &expected.place, part, expected.combine, waker)?;
+                pull.moving = Some(Box::new(moving));
             }
         }
         Ok(())
     }
 }
 
+/// Offers a part, of a place of any form, by a frame of its own.
+fn offer_part(message: Message, segment: u32, part: &Range<u64>, view: &View, outbox: &mut Outbox) {
+    let mut payload = Vec::with_capacity(4 + 8 * (3 + 2 * view.outer().len()));
+    payload.extend_from_slice(&segment.to_le_bytes());
+    let mut push = |value: u64| payload.extend_from_slice(&value.to_le_bytes());
+    push(part.end - part.start);
+    push(view.base());
+    push(view.run_bytes());
+    for outer in view.outer() {
+        push(outer.count);
+        push(outer.stride);
+    }
+    let header = Header::of(Kind::Offer, message.job, message.tag, part.start, &payload);
+    outbox.push_control(header, payload, None);
+}
+
+/// That a part has been copied, and all before it.
+fn taken_of(pull: &Pull) -> Header {
+    Header { offset: pull.end, ..Header::bare(Kind::Taken, pull.message.job, pull.message.tag) }
+}
+
 /// Whether a device has to copy it.
-fn is_on_device(from: &Lent, expected: &Expected) -> bool {
-    from.gpu().is_some() || expected.place.gpu().is_some()
+fn is_on_device(from: &Source, expected: &Expected) -> bool {
+    expected.place.gpu().is_some() || matches!(from, Source::Place(from) if from.gpu().is_some())
 }
 
 #[expect(unsafe_code, reason = "nobody in this process can write to a peer's segment")]
 fn lent_by_peer(place: &Place) -> Lent {
     // SAFETY: a peer's segment is mapped to read, by this link alone.
     unsafe { Lent::of(place) }.clone()
-}
-
-fn note_arrived(arrivals: &mut Arrivals, message: Message, upto: u64) {
-    let Some(arriving) = arrivals.get_mut(&message) else { return };
-    arriving.arrived = upto;
-    if upto == arriving.expected.bytes {
-        arrivals.remove(&message);
-    }
 }
 
 fn unexpected(header: &Header, why: &'static str) -> WireError {

@@ -14,7 +14,8 @@ use crossmesh_cuda::Gpu;
 use rustix::io::ioctl_fionbio;
 use rustix::net::{Shutdown, shutdown, sockopt};
 
-use super::inbox::{Arrivals, Arriving, Inbox, Received};
+use super::arrivals::Arrivals;
+use super::inbox::{Inbox, Received};
 use super::outbox::Outbox;
 use super::shm::Shm;
 use super::{Control, Event, Expected, Link, LinkError, Message, tcp, words};
@@ -199,6 +200,7 @@ impl StreamLink {
             }
             (Kind::Maps, Some(shm)) => shm.on_maps(header, payload)?,
             (Kind::Offer, Some(shm)) => shm.on_offer(header, payload, &mut self.arrivals)?,
+            (Kind::Offers, Some(shm)) => shm.on_offers(header, payload, &mut self.arrivals)?,
             (Kind::Taken, Some(shm)) => shm.on_taken(header, events)?,
             (Kind::Data, _) => unreachable!("the inbox keeps data to itself"),
             (_, None) => return Err(unexpected("there is no shared memory on this connection").into()),
@@ -219,7 +221,7 @@ impl Link for StreamLink {
     }
 
     fn wants_write(&self) -> bool {
-        self.outbox.wants_write()
+        self.outbox.wants_write() || self.shm.as_ref().is_some_and(Shm::has_unsaid)
     }
 
     fn heard(&self) -> Option<u64> {
@@ -249,7 +251,7 @@ impl Link for StreamLink {
 
     fn expect(&mut self, message: Message, expected: Expected) {
         self.note_gpu(&expected.place);
-        self.arrivals.insert(message, Arriving { expected, arrived: 0, promised: 0 });
+        self.arrivals.insert(message, expected);
     }
 
     fn announce(&mut self, job: u32, tags: &[u32]) {
@@ -298,6 +300,7 @@ impl Link for StreamLink {
     }
 
     fn drop_data(&mut self) {
+        self.shm.iter_mut().for_each(Shm::drop_unsaid);
         self.outbox.drop_data();
     }
 
@@ -319,6 +322,9 @@ impl Link for StreamLink {
     }
 
     fn flush(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
+        if let Some(shm) = &mut self.shm {
+            shm.say_offers(&mut self.outbox);
+        }
         match self.failed.take() {
             Some(error) => Err(error),
             None => self.outbox.flush(self.socket.as_fd(), events),

@@ -64,6 +64,10 @@ impl Image {
         match (header.kind, message) {
             (Kind::Ready, _) => self.announced += payload.len() / 4,
             (Kind::Taken, _) => self.taken += 1,
+            (Kind::Offers, _) => {
+                let tags = payload.chunks_exact(16).map(|r| u32::from_le_bytes(r[..4].try_into().unwrap()));
+                self.unsure.extend(tags);
+            }
             (Kind::Offer, Some(_)) => _ = self.unsure.insert(header.tag),
             (Kind::Data, Some(message)) if self.is_next(&header, message) => {
                 self.came.entry(header.tag).or_default().extend_from_slice(payload);

@@ -22,7 +22,8 @@ use std::time::Duration;
 
 use crossmesh_core::id::Rank;
 
-use super::inbox::{Arrivals, Arriving, check_extent};
+use super::arrivals::Arrivals;
+use super::inbox::check_extent;
 use super::words::{self, MAX_WORD_BYTES};
 use super::{Control, Event, Expected, Link, LinkError, Message};
 use crate::checksum;
@@ -238,8 +239,8 @@ impl MpiLink {
 
     fn on_data(&mut self, header: Header, payload: &[u8], follows: bool) -> Result<(), LinkError> {
         let message = Message { job: header.job, tag: header.tag };
-        let arriving =
-            self.arrivals.get_mut(&message).ok_or_else(|| header.unexpected("nobody waits for it"))?;
+        let slot = self.arrivals.find(&message).ok_or_else(|| header.unexpected("nobody waits for it"))?;
+        let arriving = &mut self.arrivals[slot];
         if header.offset != arriving.promised {
             return Err(header.unexpected("it is not the next part").into());
         }
@@ -255,7 +256,8 @@ impl MpiLink {
         for incoming in self.incoming.iter_mut().filter(|i| matches!(i.body, Body::Due)) {
             let header = &incoming.header;
             let len = u64::from(header.len);
-            let arriving = &self.arrivals[&Message { job: header.job, tag: header.tag }];
+            let message = Message { job: header.job, tag: header.tag };
+            let arriving = self.arrivals.get(&message).expect("a message stays until it is whole");
             let part = header.offset..header.offset + len;
             let straight = match arriving.expected.combine {
                 None => Bytes::in_place(&arriving.expected.place, part),
@@ -279,7 +281,8 @@ impl MpiLink {
     fn take_bodies(&mut self, events: &mut Vec<Event>) -> Result<(), LinkError> {
         while let Some(Incoming { header, body }) = self.incoming.front_mut() {
             let message = Message { job: header.job, tag: header.tag };
-            let arriving = self.arrivals.get_mut(&message).expect("a message stays until it is whole");
+            let slot = self.arrivals.find(&message).expect("a message stays until it is whole");
+            let arriving = &mut self.arrivals[slot];
             let place = &arriving.expected.place;
             match body {
                 Body::Here(payload) => place.unpack(header.offset, payload, arriving.expected.combine)?,
@@ -302,7 +305,7 @@ impl MpiLink {
             arriving.arrived = header.offset + u64::from(header.len);
             events.push(Event::Arrived { message, upto: arriving.arrived });
             if arriving.arrived == arriving.expected.bytes {
-                self.arrivals.remove(&message);
+                self.arrivals.remove(slot);
             }
             self.incoming.pop_front();
         }
@@ -329,7 +332,7 @@ impl Link for MpiLink {
     }
 
     fn expect(&mut self, message: Message, expected: Expected) {
-        self.arrivals.insert(message, Arriving { expected, arrived: 0, promised: 0 });
+        self.arrivals.insert(message, expected);
     }
 
     fn announce(&mut self, job: u32, tags: &[u32]) {
