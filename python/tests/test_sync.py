@@ -92,6 +92,59 @@ else:
     assert run(2, script)[0] == str(6 * 4 + 4 * 4)
 
 
+def test_shards_of_every_kind_are_published_as_they_are_at_that_moment():
+    """Plain ones are copied where they lie; views, casts, other memory since the last version, numpy's and a sign that torch has not carried out yet are not mistaken for those."""
+    pytest.importorskip("torch")
+    script = """
+import torch
+address = "127.0.0.1:" + os.environ["PORT"]
+grid = lambda version: torch.arange(12, dtype=torch.float32).view(3, 4) + 100 * version
+def kinds(version):
+    return {
+        "plain": grid(version), "learns": torch.nn.Parameter(grid(version)), "transposed": grid(version).T, "column": grid(version)[:, 1:2],
+        "cast": grid(version).double(), "negative": torch.complex(grid(version), grid(version)).conj().imag, "numpy": grid(version).numpy(),
+        "number": grid(version)[0, 1], "nothing": torch.zeros(0, 3), "moved": grid(version),
+    }
+def row(value):
+    return value.detach().numpy() if isinstance(value, torch.Tensor) else value
+if rank == 0:
+    weights = kinds(0)
+    pub = cm.sync.Publisher(address, dtype="f32", rank=0, size=1)
+    pub.offer(weights)
+    assert weights["negative"].is_neg()
+    for version in (1, 2):
+        with torch.no_grad():
+            for name, value in kinds(version).items():
+                if name == "moved":
+                    weights[name].data = value
+                elif name == "negative":
+                    weights[name].copy_(value)
+                elif name == "numpy":
+                    weights[name][...] = value
+                else:
+                    weights[name].copy_(value)
+        pub.publish(version)
+        pub.wait(version, 20)
+    weights["plain"].resize_(2, 2)
+    try:
+        pub.publish(3)
+        raise AssertionError("no error")
+    except cm.sync.SyncError as error:
+        assert "`plain` was offered with shape [3, 4], [2, 2] is published" in str(error), error
+else:
+    into = {name: np.full(value.shape, 7, np.float32) for name, value in kinds(0).items()}
+    sub = cm.sync.Subscriber(address, into, rank=0, size=1)
+    for version in (1, 2):
+        while not sub.poll(timeout_s=1):
+            pass
+        assert sub.install() == version
+        for name, value in kinds(version).items():
+            assert np.array_equal(into[name], row(value.resolve_neg() if name == "negative" else value)), (version, name)
+    time.sleep(0.3)
+"""
+    run(2, script, PORT=free_port())
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("layers.0.wieght", "the nearest are layers.0.weight"), ("layers.0.weight", "shape [2, 3] is published, subscriber 0 wants [2, 2]")],
