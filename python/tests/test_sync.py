@@ -10,10 +10,18 @@ import pytest
 from ranks import allowed, free_port, run
 
 import crossmesh as cm
+from crossmesh.sync import rollcall
 from crossmesh.sync.channel import Channel, Forged, WrongSecret
+from crossmesh.sync.member import Member
 from crossmesh.sync.rollcall import RollCall
 
 SECRET = "a secret of this very test run"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Members that a test speaks for have no thread that says a word now and then: on a busy machine they would be taken for gone."""
+    monkeypatch.setattr(rollcall, "SILENT_S", 60.0)
 
 
 class Said:
@@ -326,6 +334,26 @@ def test_a_member_whose_word_was_changed_is_named_and_comes_again(caplog):
         member.channel.send("joined", epoch=member.hears("epoch")["epoch"])
     assert publisher.hears("round")["version"] == 1
     roll_call.close()
+
+
+# -- whose fault it is
+
+
+@pytest.mark.parametrize(
+    ("text", "culprit", "said"),
+    [
+        ("lost r1 during recv 3 of tensor `w`", 1, "lost r1 during recv 3 of tensor `w`; r1 is subscriber 0"),
+        ("r2 has no connection to r0, which it talks to", None, "r2 has no connection to r0, which it talks to; r2 is subscriber 1; r0 is publisher 0"),
+        ("r0 gave up on r1 and r0\nhint: look", 0, "r0 gave up on r1 and r0; r1 is subscriber 0; r0 is publisher 0"),
+        ("the job was closed", 2, "the job was closed; r2 is subscriber 1"),
+        ("r7 is a stranger", None, "r7 is a stranger"),
+    ],
+)
+def test_ranks_of_an_epoch_are_told_by_their_names(text, culprit, said):
+    member, error = Member.__new__(Member), cm.CommError(text)
+    member._roster = [{"name": name} for name in ("publisher 0", "subscriber 0", "subscriber 1")]
+    error.culprit = culprit
+    assert member._blame(error) == said
 
 
 # -- what nobody foresaw

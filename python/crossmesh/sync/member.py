@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import re
 import select
 import socket
 import threading
@@ -208,7 +209,7 @@ class Member:
             return  # `close` was quicker
         joined = joining.came.get()
         if isinstance(joined, CrossmeshError):
-            self._tell("failed", epoch=joining.epoch, why=str(joined))
+            self._tell("failed", epoch=joining.epoch, why=self._blame(joined))
         elif isinstance(joined, Exception):
             raise joined
         else:
@@ -299,10 +300,12 @@ class Member:
     def _log(self, version: int, why: str, expected: bool) -> None:
         logger.log(logging.INFO if expected else logging.WARNING, "version %s did not come through: %s", version, why)
 
-    def _blame(self, error: CrossmeshError) -> str:
-        """What the engine says, whose ranks are those of an epoch, with the name that its culprit has in its own job."""
+    def _blame(self, error: Exception) -> str:
+        """What the engine says, whose ranks are those of an epoch, with the names that they have in their own jobs; the culprit last."""
         text, culprit = str(error).splitlines()[0], getattr(error, "culprit", None)
-        return text if culprit is None else f"{text}; r{culprit} is {self._roster[culprit]['name']}"
+        ranks = [rank for rank in dict.fromkeys(map(int, re.findall(r"\br(\d+)\b", text))) if rank != culprit]
+        ranks += [] if culprit is None else [culprit]
+        return "; ".join([text, *(f"r{rank} is {self._roster[rank]['name']}" for rank in ranks if rank < len(self._roster))])
 
     def _plan(self, names: list[str] | None):
         """All members make the same one, of what the roll call says."""
