@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import re
 import select
 import socket
 import threading
@@ -18,7 +17,7 @@ import numpy as np
 
 from .. import CrossmeshError, _native
 from .channel import Channel, Forged, SyncError, WrongSecret, host_and_port, secret_of
-from .rollcall import BEAT_S, SETTLE_S, MapError, data_secret, plan_of, this_rank, written
+from .rollcall import BEAT_S, SETTLE_S, MapError, data_secret, plan_of, this_rank, with_names, written
 
 _ARRIVE_S = 5.0
 _DEADLINE_S = 3.0
@@ -301,11 +300,8 @@ class Member:
         logger.log(logging.INFO if expected else logging.WARNING, "version %s did not come through: %s", version, why)
 
     def _blame(self, error: Exception) -> str:
-        """What the engine says, whose ranks are those of an epoch, with the names that they have in their own jobs; the culprit last."""
-        text, culprit = str(error).splitlines()[0], getattr(error, "culprit", None)
-        ranks = [rank for rank in dict.fromkeys(map(int, re.findall(r"\br(\d+)\b", text))) if rank != culprit]
-        ranks += [] if culprit is None else [culprit]
-        return "; ".join([text, *(f"r{rank} is {self._roster[rank]['name']}" for rank in ranks if rank < len(self._roster))])
+        """What the engine says, with the names that its ranks have in their own jobs; the culprit last."""
+        return with_names(str(error).splitlines()[0], self._roster, getattr(error, "culprit", None))
 
     def _plan(self, names: list[str] | None):
         """All members make the same one, of what the roll call says."""
