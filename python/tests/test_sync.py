@@ -153,6 +153,30 @@ else:
     run(2, script, PORT=free_port())
 
 
+def test_threads_that_publish_their_first_tensors_at_once_do_not_wait_for_each_other():
+    pytest.importorskip("torch")
+    script = """
+import sys, threading, torch
+from crossmesh import _native
+sys.setswitchinterval(1e-6)
+begin, wrong = threading.Barrier(8), []
+def copies():
+    arrays = _native.arrays([("f32", [3])] * 2)
+    values = [torch.arange(3.0), torch.nn.Parameter(torch.arange(3.0) + 1)]
+    begin.wait()
+    left = _native.copy_in(arrays, values)
+    if left or not all(torch.equal(torch.from_dlpack(array), value) for array, value in zip(arrays, values)):
+        wrong.append(left)
+threads = [threading.Thread(target=copies, daemon=True) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(allowed(10))
+assert not wrong and not any(thread.is_alive() for thread in threads), wrong
+"""
+    run(1, script)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("layers.0.wieght", "the nearest are layers.0.weight"), ("layers.0.weight", "shape [2, 3] is published, subscriber 0 wants [2, 2]")],

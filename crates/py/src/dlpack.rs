@@ -160,8 +160,9 @@ impl Exchange {
     /// That of a plain tensor of torch, where it has one.
     pub fn of(value: &Bound<'_, PyAny>) -> Option<Self> {
         let kind = value.get_type();
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, exchange)) = known.iter().find(|(of, _)| of.is(&kind)) {
+        // Never across a call of Python's, in which another thread may get the interpreter's lock and wait for this one.
+        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, exchange)) = known().iter().find(|(of, _)| of.is(&kind)) {
             return Some(*exchange);
         }
         let module = kind.module().ok()?;
@@ -179,7 +180,8 @@ impl Exchange {
         if table.major != 1 {
             return None;
         }
-        known.push((kind.unbind(), Self(table)));
+        let found = (kind.unbind(), Self(table));
+        known().push(found);
         Some(Self(table))
     }
 
