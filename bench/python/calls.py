@@ -5,12 +5,14 @@
 - `start` and `wait` of a plan of one small tensor, less the time that the engine reports of it: the median over the calls. Between two
   ranks it holds what it takes the system to wake threads, on a busy machine most of it; a rank alone has none of that.
 - `publish` of a shard of 50 MB in 200 tensors, uncast, beside one copy of as many bytes, in turns, and a copy only once the subscriber has installed
-  the version: a copy beside another one is slow, and a bar for nobody. Medians, and the least of each.
-- `cm.plan` from layouts on, of an optimized build (`pip install .`), beside the same in Rust: the fastest that
-  `cargo bench -p crossmesh-core --bench planning -- problem_and_plan` prints.
+  the version: a copy beside another one is slow, and a bar for nobody. Medians, and the least of each. The copies are made by one thread, as `publish` is: torch's
+  `copy_` of one tensor into another that has as many bytes, and libc's `memmove` of them.
+
+What planning costs from Python: beside_rust.py.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -58,7 +60,7 @@ def alone(calls):
 
 
 def publishing(rank, turns):
-    """Seconds to publish a shard, and to copy it while nobody else touches memory: median and least of each."""
+    """Seconds to publish a shard, and to copy it while nobody else touches memory: by which, median and least."""
     torch.set_num_threads(1)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"{host}:{port + 1}"
@@ -76,35 +78,22 @@ def publishing(rank, turns):
     publisher = cm.sync.Publisher(address, rank=0, size=1)
     publisher.offer(weights)
     one, other = (torch.ones(len(names) * shape[0] * shape[1], dtype=torch.bfloat16) for _ in range(2))
-    published, copied = [], []
+    copies = {"copy_": lambda: other.copy_(one), "memmove": lambda: ctypes.memmove(other.data_ptr(), one.data_ptr(), one.nbytes)}
+    taken = {"publish": [], **{name: [] for name in copies}}
     for version in range(1, turns + 1):
         # Both begin with a processor of their own: on a busy machine who has worked for a while is made to wait.
         time.sleep(0.02)
         start = time.perf_counter()
         publisher.publish(version)
-        published.append(time.perf_counter() - start)
+        taken["publish"].append(time.perf_counter() - start)
         publisher.wait(version)
         installed.get(f"installed {version}")
-        time.sleep(0.02)
-        start = time.perf_counter()
-        other.copy_(one)
-        copied.append(time.perf_counter() - start)
-    return [(statistics.median(times[2:]), min(times[2:])) for times in (published, copied)]
-
-
-def planning():
-    """The case of 1,000 tensors of crates/core/benches/planning.rs: seconds of `cm.plan`, and of reading its layouts."""
-    shape = lambda i: f"bf16[{4096 + 128 * (i % 7)},4096]"  # noqa: E731
-    texts = {f"t{i}": (f"{shape(i)}@A{{dp:32,d:8}}(dp+d,_)", f"{shape(i)}@B{{r:16,tp:8}}(tp,_)") for i in range(1000)}
-    best = []
-    for _ in range(5):
-        start = time.perf_counter()
-        pairs = {name: tuple(map(cm.Layout.parse, texts[name])) for name in texts}
-        read = time.perf_counter()
-        plan = cm.plan(pairs, devices_per_host=8)
-        best.append((time.perf_counter() - read, read - start))
-        assert plan.num_transfers == 1000 * 128 * 32
-    return min(best)
+        for name, copy in copies.items():
+            time.sleep(0.02)
+            start = time.perf_counter()
+            copy()
+            taken[name].append(time.perf_counter() - start)
+    return {name: (statistics.median(times[2:]), min(times[2:])) for name, times in taken.items()}
 
 
 def main():
@@ -121,12 +110,11 @@ def main():
         print(f"call, alone  {by_itself:.1f} us beyond the engine")
         for kind, (call, engine, beyond) in calls.items():
             print(f"call, {kind:<6} {call:8.1f} us, of which the engine {engine:8.1f} us: {beyond:5.1f} us beyond it")
-        published, copied = publish
-        for which, ours, copy in zip(("median", "least"), published, copied):
-            print(f"publish, {which:<6} {1e3 * ours:8.2f} ms, a copy {1e3 * copy:.2f} ms: {ours / copy:.2f} x")
-        plan, layouts = planning()
-        print(f"plan       {1e3 * plan:8.1f} ms for 1,000 tensors, 256 to 128; their layouts {1e3 * layouts:.1f} ms")
-        print(json.dumps({"calls_us": calls, "alone_us": by_itself, "publish_s": published, "copy_s": copied, "plan_s": plan}), flush=True)
+        for which, *found in zip(("median", "least"), *publish.values()):
+            ours, *copies = found
+            beside = ", ".join(f"{name} {1e3 * copy:.2f} ms: {ours / copy:.2f} x" for name, copy in zip(list(publish)[1:], copies))
+            print(f"publish, {which:<6} {1e3 * ours:8.2f} ms; {beside}")
+        print(json.dumps({"calls_us": calls, "alone_us": by_itself, **publish}), flush=True)
 
 
 if __name__ == "__main__":

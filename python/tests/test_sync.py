@@ -10,10 +10,18 @@ import pytest
 from ranks import allowed, free_port, run
 
 import crossmesh as cm
+from crossmesh.sync import rollcall
 from crossmesh.sync.channel import Channel, Forged, WrongSecret
+from crossmesh.sync.member import Member
 from crossmesh.sync.rollcall import RollCall
 
 SECRET = "a secret of this very test run"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Members that a test speaks for have no thread that says a word now and then: on a busy machine they would be taken for gone."""
+    monkeypatch.setattr(rollcall, "SILENT_S", 60.0)
 
 
 class Said:
@@ -90,6 +98,83 @@ else:
     time.sleep(0.3)
 """
     assert run(2, script)[0] == str(6 * 4 + 4 * 4)
+
+
+def test_shards_of_every_kind_are_published_as_they_are_at_that_moment():
+    """Plain ones are copied where they lie; views, casts, other memory since the last version, numpy's and a sign that torch has not carried out yet are not mistaken for those."""
+    pytest.importorskip("torch")
+    script = """
+import torch
+address = "127.0.0.1:" + os.environ["PORT"]
+grid = lambda version: torch.arange(12, dtype=torch.float32).view(3, 4) + 100 * version
+def kinds(version):
+    return {
+        "plain": grid(version), "learns": torch.nn.Parameter(grid(version)), "transposed": grid(version).T, "column": grid(version)[:, 1:2],
+        "cast": grid(version).double(), "negative": torch.complex(grid(version), grid(version)).conj().imag, "numpy": grid(version).numpy(),
+        "number": grid(version)[0, 1], "nothing": torch.zeros(0, 3), "moved": grid(version),
+    }
+def row(value):
+    return value.detach().numpy() if isinstance(value, torch.Tensor) else value
+if rank == 0:
+    weights = kinds(0)
+    pub = cm.sync.Publisher(address, dtype="f32", rank=0, size=1)
+    pub.offer(weights)
+    assert weights["negative"].is_neg()
+    for version in (1, 2):
+        with torch.no_grad():
+            for name, value in kinds(version).items():
+                if name == "moved":
+                    weights[name].data = value
+                elif name == "negative":
+                    weights[name].copy_(value)
+                elif name == "numpy":
+                    weights[name][...] = value
+                else:
+                    weights[name].copy_(value)
+        pub.publish(version)
+        pub.wait(version, 20)
+    weights["plain"].resize_(2, 2)
+    try:
+        pub.publish(3)
+        raise AssertionError("no error")
+    except cm.sync.SyncError as error:
+        assert "`plain` was offered with shape [3, 4], [2, 2] is published" in str(error), error
+else:
+    into = {name: np.full(value.shape, 7, np.float32) for name, value in kinds(0).items()}
+    sub = cm.sync.Subscriber(address, into, rank=0, size=1)
+    for version in (1, 2):
+        while not sub.poll(timeout_s=1):
+            pass
+        assert sub.install() == version
+        for name, value in kinds(version).items():
+            assert np.array_equal(into[name], row(value.resolve_neg() if name == "negative" else value)), (version, name)
+    time.sleep(0.3)
+"""
+    run(2, script, PORT=free_port())
+
+
+def test_threads_that_publish_their_first_tensors_at_once_do_not_wait_for_each_other():
+    pytest.importorskip("torch")
+    script = """
+import sys, threading, torch
+from crossmesh import _native
+sys.setswitchinterval(1e-6)
+begin, wrong = threading.Barrier(8), []
+def copies():
+    arrays = _native.arrays([("f32", [3])] * 2)
+    values = [torch.arange(3.0), torch.nn.Parameter(torch.arange(3.0) + 1)]
+    begin.wait()
+    left = _native.copy_in(arrays, values)
+    if left or not all(torch.equal(torch.from_dlpack(array), value) for array, value in zip(arrays, values)):
+        wrong.append(left)
+threads = [threading.Thread(target=copies, daemon=True) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(allowed(10))
+assert not wrong and not any(thread.is_alive() for thread in threads), wrong
+"""
+    run(1, script)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +358,26 @@ def test_a_member_whose_word_was_changed_is_named_and_comes_again(caplog):
         member.channel.send("joined", epoch=member.hears("epoch")["epoch"])
     assert publisher.hears("round")["version"] == 1
     roll_call.close()
+
+
+# -- whose fault it is
+
+
+@pytest.mark.parametrize(
+    ("text", "culprit", "said"),
+    [
+        ("lost r1 during recv 3 of tensor `w`", 1, "lost r1 during recv 3 of tensor `w`; r1 is subscriber 0"),
+        ("r2 has no connection to r0, which it talks to", None, "r2 has no connection to r0, which it talks to; r2 is subscriber 1; r0 is publisher 0"),
+        ("r0 gave up on r1 and r0\nhint: look", 0, "r0 gave up on r1 and r0; r1 is subscriber 0; r0 is publisher 0"),
+        ("the job was closed", 2, "the job was closed; r2 is subscriber 1"),
+        ("r7 is a stranger", None, "r7 is a stranger"),
+    ],
+)
+def test_ranks_of_an_epoch_are_told_by_their_names(text, culprit, said):
+    member, error = Member.__new__(Member), cm.CommError(text)
+    member._roster = [{"name": name} for name in ("publisher 0", "subscriber 0", "subscriber 1")]
+    error.culprit = culprit
+    assert member._blame(error) == said
 
 
 # -- what nobody foresaw

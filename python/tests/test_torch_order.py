@@ -3,6 +3,7 @@
 Two wires: by tags, as gloo; and by order alone, as NCCL, where in addition all that two ranks have for each other goes through one stream, one after the other.
 """
 
+import json
 import random
 import re
 import threading
@@ -136,18 +137,46 @@ def run(monkeypatch, plan, value, piece_bytes, kind=Wire):
 WIRES = pytest.mark.parametrize("kind", [Wire, InOrder])
 
 
+def planned(case, shape=None):
+    """A case of the suite, small, and its tensor."""
+    shape = shape or ([24, 16, 4] if case["name"].startswith("n-to-m") else [1536])
+    small = lambda text: re.sub(r"\[[\d,]+\]", f"[{','.join(map(str, shape))}]", text)  # noqa: E731
+    gpus = [int(n) for n in re.findall(r"gpu:(\d+)", case["src"] + case["dst"])]
+    hosts = [int(n) for n in re.findall(r"host:(\d+)", case["src"] + case["dst"])]
+    counts = [gpus[side] for side in (0, 1) for _ in range(hosts[side])]
+    cluster = cm.Cluster.of_ranks(str(host) for host, count in enumerate(counts) for _ in range(count))
+    plan = cm.plan({"w": (small(case["src"]), small(case["dst"]))}, cluster=cluster, nic="400Mbit")
+    return plan, torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+
+
 @WIRES
 def test_the_papers_cases_go_through(monkeypatch, kind):
     for case in tomllib.loads(SUITE.read_text())["case"]:
-        shape = [24, 16, 4] if case["name"].startswith("n-to-m") else [1536]
-        small = lambda text: re.sub(r"\[[\d,]+\]", f"[{','.join(map(str, shape))}]", text)  # noqa: E731
-        gpus = [int(n) for n in re.findall(r"gpu:(\d+)", case["src"] + case["dst"])]
-        hosts = [int(n) for n in re.findall(r"host:(\d+)", case["src"] + case["dst"])]
-        counts = [gpus[side] for side in (0, 1) for _ in range(hosts[side])]
-        cluster = cm.Cluster.of_ranks(str(host) for host, count in enumerate(counts) for _ in range(count))
-        plan = cm.plan({"w": (small(case["src"]), small(case["dst"]))}, cluster=cluster, nic="400Mbit")
-        value = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+        plan, value = planned(case)
         run(monkeypatch, plan, value, 64, kind)
+
+
+def test_what_is_passed_on_is_cut_where_others_wait_for_all_of_it(monkeypatch):
+    """Where a host's devices take turns on its NIC, what is passed on is a piece behind, and who has the next turn waits for all pieces."""
+    bytes_of_a_piece = 1 << 16
+    for case in tomllib.loads(SUITE.read_text())["case"]:
+        if case["name"] not in ("n-to-m 7", "n-to-m 8"):
+            continue
+        plan, value = planned(case, [64, 64, 512])
+        behind_a_piece, behind_all = 0, 0
+        for rank in range(plan.num_ranks):
+            ops = json.loads(plan.for_rank(rank))["ranks"][0]["ops"]
+            for op, piece, _, waits in plan.posts(rank, bytes_of_a_piece):
+                for other, count in waits:
+                    pieces = max(1, -(-ops[other]["bytes"] // bytes_of_a_piece))
+                    behind_a_piece += count < pieces and other in ops[op]["follows"]
+                    if other in ops[op].get("after", []):
+                        assert (piece, count) == (0, pieces)
+                        behind_all += pieces > 1
+        assert behind_a_piece > 100 and behind_all > 1, (case["name"], behind_a_piece, behind_all)
+        run(monkeypatch, plan, value, bytes_of_a_piece)
+    with pytest.raises(IndexError, match="the plan has ranks"):
+        plan.posts(plan.num_ranks)
 
 
 @WIRES

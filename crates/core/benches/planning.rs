@@ -176,8 +176,8 @@ fn bench_plan(bencher: Bencher, case: &Case) {
     });
 }
 
-/// From layouts on, as Python's `cm.plan` has it: bench/python/calls.py prints the other number.
-#[divan::bench(name = "problem_and_plan", args = [Case::Tensors], sample_count = 5, sample_size = 1)]
+/// From layouts on, as Python's `cm.plan` has it: bench/python/beside_rust.py holds the two against each other.
+#[divan::bench(name = "problem_and_plan", args = CASES, sample_count = 5, sample_size = 1)]
 fn bench_problem_and_plan(bencher: Bencher, case: &Case) {
     let pairs = case.pairs();
     let checksum = case.checksum(&problem(pairs.clone()));

@@ -11,7 +11,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::dlpack;
+use crate::dlpack::{self, Exchange};
 use crate::errors::ArrayError;
 
 /// Memory that we made, by address: a view of it that comes back through another library is known again.
@@ -45,6 +45,10 @@ impl Array {
         };
         Ok(wanted.into_iter().map(array).collect())
     }
+
+    pub fn address(&self) -> u64 {
+        self.memory.address() + self.at
+    }
 }
 
 #[pymethods]
@@ -60,14 +64,14 @@ impl Array {
     }
 
     #[getter]
-    fn nbytes(&self) -> u64 {
+    pub fn nbytes(&self) -> u64 {
         self.shape.iter().product::<u64>() * self.dtype.bytes()
     }
 
     /// Where it lies.
     #[getter]
     fn data_ptr(&self) -> u64 {
-        self.memory.address() + self.at
+        self.address()
     }
 
     #[getter]
@@ -205,6 +209,8 @@ impl Brought {
     pub fn take(given: &Bound<'_, PyAny>, dtype: DType, whose: Whose<'_>) -> PyResult<Self> {
         let brought = if let Ok(array) = given.cast::<Array>() {
             Self::ours(array.get(), dtype, whose)?
+        } else if let Some(capsule) = Exchange::of(given).and_then(|exchange| exchange.capsule(given)) {
+            Self::described(&capsule, given, dtype, whose)?
         } else if given.hasattr("__array_interface__")? {
             Self::of_numpy(given, dtype, whose)?
         } else if given.hasattr("__dlpack__")? {
@@ -280,19 +286,37 @@ impl Brought {
         };
         let capsule =
             capsule.map_err(|error| whose.error(format!("it cannot be shared: {}", error.value(py))))?;
-        let said = dlpack::describe(&capsule)?;
+        Self::described(&capsule, &plain, dtype, whose)
+    }
+
+    /// Of a capsule, which is kept, and so is what it was made of.
+    fn described(
+        capsule: &Bound<'_, PyAny>,
+        given: &Bound<'_, PyAny>,
+        dtype: DType,
+        whose: Whose<'_>,
+    ) -> PyResult<Self> {
+        let said = dlpack::describe(capsule)?;
         if !said.on_host {
             return Err(
                 whose.error(format!("memory of the host is expected, device {:?} was given", said.device))
             );
         }
-        check_dtype(said.dtype, &said.type_name, dtype, whose)?;
+        if said.dtype != Some(dtype) {
+            check_dtype(said.dtype, &said.type_name(), dtype, whose)?;
+        }
         let shape = said.shape.iter().map(|len| u64::try_from(*len).unwrap_or(0)).collect();
         let array = strided(shape, said.strides, dtype.bytes() as i64, dtype, whose)?;
-        // JAX answers with an old capsule, which has no flag: its arrays are never written to.
-        let module: String = given.get_type().getattr("__module__")?.extract().unwrap_or_default();
-        let read_only = said.read_only.unwrap_or(module.starts_with("jax"));
-        Ok(Self::foreign(said.address, array, read_only, vec![capsule.unbind(), plain.unbind()]))
+        let read_only = match said.read_only {
+            Some(read_only) => read_only,
+            None => {
+                // JAX answers with an old capsule, which has no flag: its arrays are never written to.
+                let module: String = given.get_type().getattr("__module__")?.extract().unwrap_or_default();
+                module.starts_with("jax")
+            }
+        };
+        let keeps = vec![capsule.clone().unbind(), given.clone().unbind()];
+        Ok(Self::foreign(said.address, array, read_only, keeps))
     }
 
     fn foreign(address: u64, array: Strided, read_only: bool, keeps: Vec<Py<PyAny>>) -> Self {

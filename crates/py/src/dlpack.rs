@@ -4,17 +4,20 @@
 //! library's runs in a thread of ours.
 
 use std::ffi::{CStr, c_void};
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crossmesh_comm::memory::Memory;
 use crossmesh_core::dtype::DType;
 use pyo3::exceptions::PyBufferError;
-use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::PyType;
+use pyo3::{ffi, intern};
 
 const OLD: &CStr = c"dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
+const FUNCTIONS: &CStr = c"dlpack_exchange_api";
 const READ_ONLY: u64 = 1;
 /// The host's memory, and what CUDA has pinned of it.
 const CPU: i32 = 1;
@@ -56,8 +59,7 @@ struct ManagedVersioned {
 pub struct Described {
     pub address: u64,
     pub dtype: Option<DType>,
-    /// As DLPack writes the type, for messages.
-    pub type_name: String,
+    code_bits_lanes: (u8, u8, u16),
     pub on_host: bool,
     pub device: (i32, i32),
     pub shape: Vec<i64>,
@@ -65,6 +67,45 @@ pub struct Described {
     pub strides: Option<Vec<i64>>,
     /// None where an old capsule cannot say.
     pub read_only: Option<bool>,
+}
+
+impl Described {
+    /// As DLPack writes the type, for messages.
+    pub fn type_name(&self) -> String {
+        let (code, bits, lanes) = self.code_bits_lanes;
+        format!("DLPack type {code} of {bits} bits, {lanes} lanes")
+    }
+
+    /// Whether it lies without gaps in the order of its dims.
+    pub fn is_row_by_row(&self) -> bool {
+        let Some(strides) = &self.strides else { return true };
+        let mut step = 1;
+        self.shape.iter().zip(strides).rev().all(|(len, stride)| {
+            let fits = *len == 1 || *stride == step;
+            step *= len;
+            fits || step == 0
+        }) || self.shape.contains(&0)
+    }
+
+    /// # Safety
+    /// Shape and strides point to as many numbers as it has dims, or nowhere.
+    unsafe fn of(tensor: &Tensor, read_only: Option<bool>) -> Self {
+        let ndim = usize::try_from(tensor.ndim).unwrap_or(0);
+        let numbers = |start: *mut i64| -> Option<Vec<i64>> {
+            // SAFETY: who calls says so.
+            (!start.is_null()).then(|| unsafe { std::slice::from_raw_parts(start, ndim) }.to_vec())
+        };
+        Self {
+            address: tensor.data.addr() as u64 + tensor.byte_offset,
+            dtype: if tensor.lanes == 1 { dtype_of(tensor.code, tensor.bits) } else { None },
+            code_bits_lanes: (tensor.code, tensor.bits, tensor.lanes),
+            on_host: matches!(tensor.device_type, CPU | CUDA_HOST),
+            device: (tensor.device_type, tensor.device_id),
+            shape: numbers(tensor.shape).unwrap_or_default(),
+            strides: numbers(tensor.strides),
+            read_only,
+        }
+    }
 }
 
 /// Reads a capsule. It stays whole, and has to be kept while its memory is used.
@@ -86,22 +127,105 @@ pub fn describe(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
     } else {
         return Err(PyBufferError::new_err("__dlpack__ did not return a DLPack capsule"));
     };
-    let ndim = usize::try_from(tensor.ndim).unwrap_or(0);
-    let numbers = |start: *mut i64| -> Option<Vec<i64>> {
-        // SAFETY: by the standard, so many numbers lie there, for as long as the capsule is whole.
-        (!start.is_null()).then(|| unsafe { std::slice::from_raw_parts(start, ndim) }.to_vec())
-    };
-    let dtype = if tensor.lanes == 1 { dtype_of(tensor.code, tensor.bits) } else { None };
-    Ok(Described {
-        address: tensor.data.addr() as u64 + tensor.byte_offset,
-        dtype,
-        type_name: format!("DLPack type {} of {} bits, {} lanes", tensor.code, tensor.bits, tensor.lanes),
-        on_host: matches!(tensor.device_type, CPU | CUDA_HOST),
-        device: (tensor.device_type, tensor.device_id),
-        shape: numbers(tensor.shape).unwrap_or_default(),
-        strides: numbers(tensor.strides),
-        read_only,
-    })
+    // SAFETY: by the standard, so many numbers lie there, for as long as the capsule is whole.
+    Ok(unsafe { Described::of(&tensor, read_only) })
+}
+
+/// torch's table of functions, which look at its tensors without a call of Python's: DLPack's `__dlpack_c_exchange_api__`.
+#[derive(Clone, Copy)]
+pub struct Exchange(&'static Functions);
+
+#[repr(C)]
+struct Functions {
+    major: u32,
+    minor: u32,
+    previous: *const c_void,
+    allocate: *const c_void,
+    managed: Option<unsafe extern "C" fn(*mut ffi::PyObject, *mut *mut ManagedVersioned) -> i32>,
+    import: *const c_void,
+    borrowed: Option<unsafe extern "C" fn(*mut ffi::PyObject, *mut Tensor) -> i32>,
+    stream: *const c_void,
+}
+
+// SAFETY: a table that nobody writes to. What is called through it is called with the interpreter's lock.
+unsafe impl Send for Functions {}
+// SAFETY: as above.
+unsafe impl Sync for Functions {}
+
+/// torch's own two types of tensors, once one of each was seen. Subclasses may be anything.
+static KNOWN: Mutex<Vec<(Py<PyType>, Exchange)>> = Mutex::new(vec![]);
+const PLAIN: [(&str, &str); 2] = [("torch", "Tensor"), ("torch.nn.parameter", "Parameter")];
+
+impl Exchange {
+    /// That of a plain tensor of torch, where it has one.
+    pub fn of(value: &Bound<'_, PyAny>) -> Option<Self> {
+        let kind = value.get_type();
+        // Never across a call of Python's, in which another thread may get the interpreter's lock and wait for this one.
+        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, exchange)) = known().iter().find(|(of, _)| of.is(&kind)) {
+            return Some(*exchange);
+        }
+        let module = kind.module().ok()?;
+        let name = kind.name().ok()?;
+        let is_plain = PLAIN.iter().any(|(in_module, called)| module == *in_module && name == *called);
+        let capsule = is_plain.then(|| kind.getattr("__dlpack_c_exchange_api__").ok()).flatten()?;
+        // SAFETY: the object is alive. A capsule of this name holds this structure, by DLPack's standard, for as long as the process lives.
+        let table = unsafe {
+            ffi::PyCapsule_GetPointer(capsule.as_ptr(), FUNCTIONS.as_ptr()).cast::<Functions>().as_ref()
+        };
+        let Some(table) = table else {
+            drop(PyErr::take(value.py()));
+            return None;
+        };
+        if table.major != 1 {
+            return None;
+        }
+        let found = (kind.unbind(), Self(table));
+        known().push(found);
+        Some(Self(table))
+    }
+
+    /// Where a tensor is and what it is like, at this moment; None where it is not what its memory says.
+    pub fn look(self, value: &Bound<'_, PyAny>) -> Option<Described> {
+        let borrowed = self.0.borrowed?;
+        let mut tensor = MaybeUninit::<Tensor>::uninit();
+        // SAFETY: the object is alive and of the type that the table came from, and the lock is ours.
+        if unsafe { borrowed(value.as_ptr(), tensor.as_mut_ptr()) } != 0 {
+            drop(PyErr::take(value.py()));
+            return None;
+        }
+        // SAFETY: it was filled in, and what it points to is the tensor's, which nobody else can touch as long as the lock is ours.
+        let found = unsafe { Described::of(&tensor.assume_init(), None) };
+        let negated = value.call_method0(intern!(value.py(), "is_neg")).and_then(|is| is.is_truthy());
+        negated.is_ok_and(|negated| !negated).then_some(found)
+    }
+
+    /// What `__dlpack__` returns; None where that has to say what is wrong.
+    pub fn capsule<'py>(self, value: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
+        let (managed, py) = (self.0.managed?, value.py());
+        let mut made: *mut ManagedVersioned = std::ptr::null_mut();
+        // SAFETY: the object is alive and of the type that the table came from, and the lock is ours.
+        if unsafe { managed(value.as_ptr(), &raw mut made) } != 0 || made.is_null() {
+            drop(PyErr::take(py));
+            return None;
+        }
+        // SAFETY: what was made is ours, and goes with the capsule.
+        let capsule = unsafe { ffi::PyCapsule_New(made.cast(), VERSIONED.as_ptr(), Some(destroy_theirs)) };
+        // SAFETY: a new reference, or null with an error set.
+        unsafe { Bound::from_owned_ptr_or_err(py, capsule) }.ok()
+    }
+}
+
+/// # Safety
+/// Python calls it with a capsule that [`Exchange::capsule`] made, which nobody has renamed: it does not leave this crate.
+unsafe extern "C" fn destroy_theirs(capsule: *mut ffi::PyObject) {
+    // SAFETY: it holds this structure, whose deleter may be called once.
+    unsafe {
+        let managed = ffi::PyCapsule_GetPointer(capsule, VERSIONED.as_ptr()).cast::<ManagedVersioned>();
+        if let Some(deleter) = (*managed).deleter {
+            deleter(managed);
+        }
+    }
 }
 
 const CODES: [(DType, u8, u8); 11] = [
@@ -212,6 +336,13 @@ unsafe extern "C" fn destroy_versioned(capsule: *mut ffi::PyObject) {
             delete_versioned(ffi::PyCapsule_GetPointer(capsule, VERSIONED.as_ptr()).cast());
         }
     }
+}
+
+/// Copies bytes of one array into another. Who calls holds both: arrays that were looked at in the same call, of which nobody else may write to the one nor
+/// touch the other until it returns, as Python is told.
+pub fn copy(from: u64, into: u64, len: u64) {
+    // SAFETY: as above.
+    unsafe { std::ptr::copy(start_of(from).as_ptr(), start_of(into).as_ptr(), len as usize) }
 }
 
 /// Where somebody's bytes start.

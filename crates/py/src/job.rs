@@ -25,8 +25,10 @@ use crate::plan::Plan;
 
 /// How long to wait without looking for signals.
 const SLICE: Duration = Duration::from_millis(50);
-/// How often to look for the end before sleeping: to be woken costs more than a small transfer takes.
-const LOOKS: u32 = 400;
+/// How long to look for the end before sleeping: to be woken costs more than a small transfer takes.
+const LOOK: Duration = Duration::from_micros(100);
+/// Looks before somebody else may have the core: on a machine that is busy the engine may be who wants it.
+const LOOKS: u32 = 64;
 const FORKED: &str = "the engine stays with the process that started it, and this one was forked from it\nhint: call `crossmesh.init` after the fork, or use the spawn method";
 
 /// What a job's handles share with it.
@@ -332,7 +334,7 @@ impl Handle {
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<Report> {
         let timeout = timeout_s.map(|s| seconds("timeout_s", s)).transpose()?;
         let mut state = self.state()?;
-        let (start, mut looks) = (now(), Some(LOOKS));
+        let (start, mut looks) = (now(), true);
         loop {
             match std::mem::replace(&mut *state, State::Waited) {
                 State::Waited => return Err(HandleError::new_err("it was waited for before")),
@@ -340,9 +342,9 @@ impl Handle {
                 State::UnderWay(promise) => {
                     let left = timeout.map(|t| t.saturating_sub(now() - start));
                     let slice = left.map_or(SLICE, |left| left.min(SLICE));
-                    let look = looks.take();
+                    let look = std::mem::take(&mut looks);
                     let (promise, ended) = py.detach(move || {
-                        let seen = look.and_then(|looks| (0..looks).find_map(|_| look_at(&promise)));
+                        let seen = if look { look_for(&promise, slice.min(LOOK)) } else { None };
                         let ended = seen.or_else(|| promise.wait_for(slice));
                         (promise, ended)
                     });
@@ -414,9 +416,21 @@ impl Handle {
     }
 }
 
-fn look_at<R>(promise: &Promise<R>) -> Option<Result<R, crossmesh_comm::error::CommError>> {
-    std::hint::spin_loop();
-    promise.now()
+fn look_for<R>(promise: &Promise<R>, time: Duration) -> Option<Result<R, crossmesh_comm::error::CommError>> {
+    let start = now();
+    loop {
+        let look = |_| {
+            std::hint::spin_loop();
+            promise.now()
+        };
+        if let Some(found) = (0..LOOKS).find_map(look) {
+            return Some(found);
+        }
+        if now() - start >= time {
+            return None;
+        }
+        std::thread::yield_now();
+    }
 }
 
 #[expect(clippy::disallowed_methods, reason = "a caller's patience is measured by the clock")]

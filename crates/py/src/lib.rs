@@ -22,6 +22,7 @@ mod layout;
 mod model;
 mod plan;
 mod simulation;
+mod snapshot;
 
 use pyo3::prelude::*;
 
@@ -50,6 +51,8 @@ mod _native {
     use crate::plan::{Plan, plan, read_plan};
     #[pymodule_export]
     use crate::simulation::Simulation;
+    #[pymodule_export]
+    use crate::snapshot::copy_in;
 
     use super::*;
 

@@ -1,6 +1,6 @@
 //! Plans: made, read, proven, predicted and shown.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crossmesh_cli::input::{HostArgs, PlanArgs};
 use crossmesh_cli::predict::Prediction;
@@ -9,9 +9,10 @@ use crossmesh_core::cluster::Cluster;
 use crossmesh_core::dtype::DType;
 use crossmesh_core::id::Rank;
 use crossmesh_core::program::doc::ProgramDoc;
+use crossmesh_core::program::posting::{Matching, Post};
 use crossmesh_core::reshard::doc::PlanDoc;
 use crossmesh_core::reshard::jobs::offset_destinations;
-use crossmesh_core::reshard::lower::{Addressing, project};
+use crossmesh_core::reshard::lower::{Addressing, posting, project};
 use crossmesh_core::reshard::problem::Hosts;
 use crossmesh_core::reshard::{Placed, Plan as Inner, Problem, Reshard, lower_bound, plan as make};
 use crossmesh_core::verify::{Verified, verify};
@@ -36,7 +37,12 @@ pub struct Plan {
     hash: OnceLock<i64>,
     /// Before and after, by tensor.
     layouts: OnceLock<Vec<(Layout, Layout)>>,
+    /// Who asked last, and the answer: a plan that runs again is asked again.
+    posts: Mutex<Option<(Asked, Arc<Vec<Post>>)>>,
 }
+
+/// A rank, and the size of pieces.
+type Asked = (u32, Option<u64>);
 
 impl Plan {
     fn new(plan: Inner) -> Self {
@@ -47,7 +53,37 @@ impl Plan {
             verified: OnceLock::new(),
             hash: OnceLock::new(),
             layouts: OnceLock::new(),
+            posts: Mutex::default(),
         }
+    }
+
+    fn check_rank(&self, rank: u32) -> PyResult<()> {
+        let num_ranks = self.plan.problem.topology.num_ranks();
+        match (rank as usize) < num_ranks {
+            true => Ok(()),
+            false => {
+                let text = format!("rank {rank}: the plan has ranks 0 to {}", num_ranks - 1);
+                Err(PyIndexError::new_err(text))
+            }
+        }
+    }
+
+    fn posts_of(&self, rank: u32, piece_bytes: Option<u64>) -> Result<Arc<Vec<Post>>, String> {
+        let known = || self.posts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((asked, posts)) = &*known()
+            && *asked == (rank, piece_bytes)
+        {
+            return Ok(posts.clone());
+        }
+        let matching = match piece_bytes {
+            Some(piece_bytes) => Matching::ByTag { piece_bytes },
+            None => Matching::ByOrder,
+        };
+        let posting = posting(&self.plan, matching).map_err(|e| e.to_string())?;
+        let program = project(&self.plan, Rank(rank), Addressing::Apart);
+        let posts = Arc::new(posting.of_rank(&program.ranks[rank as usize], Rank(rank)));
+        *known() = Some(((rank, piece_bytes), posts.clone()));
+        Ok(posts)
     }
 
     /// The program of all ranks, proven: what an engine takes.
@@ -156,15 +192,19 @@ impl Plan {
 
     /// What one rank does, as a document `crossmesh.program/1` in which the others do nothing.
     fn for_rank(&self, py: Python<'_>, rank: u32) -> PyResult<String> {
-        let num_ranks = self.plan.problem.topology.num_ranks();
-        if rank as usize >= num_ranks {
-            return Err(PyIndexError::new_err(format!(
-                "rank {rank}: the plan has ranks 0 to {}",
-                num_ranks - 1
-            )));
-        }
+        self.check_rank(rank)?;
         let program = py.detach(|| project(&self.plan, Rank(rank), Addressing::Apart));
         Ok(ProgramDoc::new(&program, None).to_json())
+    }
+
+    /// In which order a rank posts its ops on a transport that it can only post to and wait for, free of deadlock: an op and which piece of
+    /// it (of a receive all are posted), the piece's tag, and what has to be over first, as ops and how many pieces of each. With
+    /// `piece_bytes` messages are cut, and matched by tag; without they go whole, and are matched by their order alone.
+    #[pyo3(signature = (rank, piece_bytes=None))]
+    fn posts(&self, py: Python<'_>, rank: u32, piece_bytes: Option<u64>) -> PyResult<Vec<Posted>> {
+        self.check_rank(rank)?;
+        let posts = py.detach(|| self.posts_of(rank, piece_bytes)).map_err(plan_error)?;
+        Ok(posts.iter().map(|post| (post.op, post.piece, post.tag, post.waits.clone())).collect())
     }
 
     /// No plan is faster, in seconds.
@@ -277,6 +317,9 @@ impl Plan {
         )
     }
 }
+
+/// An op, a piece, its tag, and what it waits for: ops and how many pieces of each.
+type Posted = (u32, u32, u32, Vec<(u32, u32)>);
 
 /// The layout, whose mesh says which ranks it got.
 fn listed(placed: &Placed) -> crossmesh_core::layout::Layout {

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import CrossmeshError, _native
 from .channel import Channel, Forged, SyncError, WrongSecret, host_and_port, secret_of
-from .rollcall import BEAT_S, SETTLE_S, MapError, data_secret, plan_of, this_rank, written
+from .rollcall import BEAT_S, SETTLE_S, MapError, data_secret, plan_of, this_rank, with_names, written
 
 _ARRIVE_S = 5.0
 _DEADLINE_S = 3.0
@@ -208,7 +208,7 @@ class Member:
             return  # `close` was quicker
         joined = joining.came.get()
         if isinstance(joined, CrossmeshError):
-            self._tell("failed", epoch=joining.epoch, why=str(joined))
+            self._tell("failed", epoch=joining.epoch, why=self._blame(joined))
         elif isinstance(joined, Exception):
             raise joined
         else:
@@ -299,10 +299,9 @@ class Member:
     def _log(self, version: int, why: str, expected: bool) -> None:
         logger.log(logging.INFO if expected else logging.WARNING, "version %s did not come through: %s", version, why)
 
-    def _blame(self, error: CrossmeshError) -> str:
-        """What the engine says, whose ranks are those of an epoch, with the name that its culprit has in its own job."""
-        text, culprit = str(error).splitlines()[0], getattr(error, "culprit", None)
-        return text if culprit is None else f"{text}; r{culprit} is {self._roster[culprit]['name']}"
+    def _blame(self, error: Exception) -> str:
+        """What the engine says, with the names that its ranks have in their own jobs; the culprit last."""
+        return with_names(str(error).splitlines()[0], self._roster, getattr(error, "culprit", None))
 
     def _plan(self, names: list[str] | None):
         """All members make the same one, of what the roll call says."""

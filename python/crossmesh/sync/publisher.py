@@ -59,7 +59,8 @@ class Publisher(Member):
             self._offered, self._about = {}, {}
             raise
         shapes = [(about["dtype"], about["local"]) for about in self._about.values()]
-        self._snapshot = dict(zip(self._about, _native.arrays(shapes)))
+        self._arrays_made = _native.arrays(shapes)
+        self._snapshot = dict(zip(self._about, self._arrays_made))
         self._views = {name: view_like(self._snapshot[name], value) for name, value in self._offered.items()}
         self._start()
 
@@ -83,7 +84,7 @@ class Publisher(Member):
             boxes, shape, value = layout.boxes(self.rank), layout.shape, value.to_local()
         else:
             shape = list(value.shape)
-            boxes = [[(0, n) for n in shape]]
+            boxes = [] if 0 in shape else [[(0, n) for n in shape]]
         self._offered[name] = value
         dtype = self._dtype or _dtype_name(value)
         self._about[name] = {"dtype": dtype, "shape": list(shape), "boxes": boxes, "local": list(value.shape)}
@@ -125,18 +126,11 @@ class Publisher(Member):
             start = time.perf_counter()
             since, self._version = self._version, None
         self._at_rest()
-        given = self._offered.items() if values is None else values
-        if names is not None:
-            given = ((name, value) for name, value in given if name in names)
         if values is None and not changed_only:
-            taken = changed = self._copy_all(dict(given))
+            self._copy_all(names)
+            changed = names
         else:
-            taken, changed = self._copy_each(given, changed_only)
-        missing = set(self._offered if names is None else names).difference(taken)
-        if missing:
-            raise SyncError(f"no value of `{min(missing)}` was given, nor of {len(missing) - 1} others")
-        if names is None and not changed_only:
-            changed = None
+            changed = self._copy_given(self._offered.items() if values is None else values, names, changed_only)
         with self._lock:
             self._version, self._since = version, since
             self._pending = self._channel is not None
@@ -147,17 +141,37 @@ class Publisher(Member):
         """Lets go of what was offered; from now on ``publish`` is given ``values``."""
         self._offered = dict.fromkeys(self._offered)
 
-    def _copy_all(self, values: dict[str, Any]) -> list[str]:
-        """Into the snapshot, of torch's in one call: a call a tensor costs more than a small tensor."""
-        of_torch = {name: value for name, value in values.items() if is_torch(value)}
+    def _copy_all(self, names: list[str] | None) -> None:
+        """Of what was offered, all or these, into the snapshot: in one call what is as it is published, and of torch's the others in another;
+        a call a tensor costs more than a small tensor.
+        """
+        if names is None:
+            arrays, values = self._arrays_made, list(self._offered.values())
+        else:
+            arrays, values = [self._snapshot[name] for name in names], [self._offered[name] for name in names]
+        left = _native.copy_in(arrays, values)
+        if not left:
+            return
+        names = list(self._offered) if names is None else names
+        others = [(names[at], values[at]) for at in left]
+        of_torch = [(name, value) for name, value in others if is_torch(value)]
         if of_torch:
             import torch
 
             with torch.no_grad():
-                torch._foreach_copy_([self._view(name, value) for name, value in of_torch.items()], list(of_torch.values()))
-        if len(of_torch) < len(values):
-            self._copy_each(((name, value) for name, value in values.items() if name not in of_torch), False)
-        return list(values)
+                torch._foreach_copy_([self._view(name, value) for name, value in of_torch], [value for _, value in of_torch])
+        if len(of_torch) < len(others):
+            self._copy_each(((name, value) for name, value in others if not is_torch(value)), False)
+
+    def _copy_given(self, given: Iterable[tuple[str, Any]], names: list[str] | None, changed_only: bool) -> list[str] | None:
+        """Values as they come, which are to be all of those that are published; which have changed, None where that is not asked."""
+        if names is not None:
+            given = ((name, value) for name, value in given if name in names)
+        taken, changed = self._copy_each(given, changed_only)
+        missing = set(self._offered if names is None else names).difference(taken)
+        if missing:
+            raise SyncError(f"no value of `{min(missing)}` was given, nor of {len(missing) - 1} others")
+        return None if names is None and not changed_only else changed
 
     def _copy_each(self, values: Iterable[tuple[str, Any]], changed_only: bool) -> tuple[set[str], list[str]]:
         """The same, one by one, as they come; which came, and which of them have other bits than before."""

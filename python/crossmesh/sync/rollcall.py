@@ -18,6 +18,7 @@ import difflib
 import logging
 import os
 import queue
+import re
 import secrets
 import socket
 import threading
@@ -377,11 +378,19 @@ def host_by_host(members: list[Member]) -> list[Member]:
 
 def uncovered(members: list[Member]) -> str | None:
     """What somebody wants and nobody here has, as the planner says it."""
+    roster = roster_of(members)
     try:
-        plan_of(roster_of(members), None)
+        plan_of(roster, None)
     except CrossmeshError as error:
-        return str(error).splitlines()[0]
+        return with_names(str(error).splitlines()[0], roster)
     return None
+
+
+def with_names(text: str, roster: list[dict], culprit: int | None = None) -> str:
+    """A sentence about ranks of an epoch, and behind it which member each of them is: nobody knows them by their place in the epoch. The culprit last."""
+    ranks = [rank for rank in dict.fromkeys(map(int, re.findall(r"\br(\d+)\b", text))) if rank != culprit]
+    ranks += [] if culprit is None else [culprit]
+    return "; ".join([text, *(f"r{rank} is {roster[rank]['name']}" for rank in ranks if rank < len(roster))])
 
 
 def plan_of(roster: list[dict], names: list[str] | None) -> Plan:

@@ -68,7 +68,7 @@ class Subscriber(Member):
         part = bits(array)[(*index, ...)]  # a view, of a number too
         if isinstance(layout, str):
             shape = list(part.shape)
-            boxes = [[(0, n) for n in shape]]
+            boxes = [] if 0 in shape else [[(0, n) for n in shape]]
         else:
             layout = layout.layout if isinstance(layout, Slot) else layout
             shape = layout.shape

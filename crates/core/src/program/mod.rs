@@ -24,6 +24,7 @@
 
 pub mod doc;
 pub mod messages;
+pub mod posting;
 mod show;
 
 use std::ops::Range;

@@ -22,6 +22,7 @@ mod touching;
 use std::sync::Arc;
 
 use crate::id::Rank;
+use crate::program::posting::{Matching, Posting, PostingError};
 use crate::program::{BoxTable, DepKind, Parts, Program, RankProgram, Tensor};
 
 use super::plan::Plan;
@@ -107,6 +108,14 @@ pub fn project(plan: &Plan, rank: Rank, memory: Addressing) -> Program {
     program.ranks = vec![RankProgram::default(); plan.problem.topology.num_ranks()];
     program.ranks[rank.index()] = lowered;
     program
+}
+
+/// In which order all ranks of [`project`]'s programs post their messages. Where a transfer waits for another, that takes all of them.
+pub fn posting(plan: &Plan, matching: Matching) -> Result<Posting, PostingError> {
+    match plan.is_unordered() && !AllSides::of(&plan.problem).any_partial() {
+        true => Ok(Posting::unordered(matching)),
+        false => Posting::new(&lower(plan), matching),
+    }
 }
 
 fn start(plan: &Plan) -> Program {
