@@ -19,8 +19,9 @@ use std::collections::BTreeMap;
 use crate::id::{HostId, PortId, Rank};
 
 use super::super::assign::{Candidate, Job, least_time};
-use super::super::demand::{Class, Demands};
+use super::super::demand::Demands;
 use super::super::problem::Problem;
+use super::messages::{Need, Parts};
 use super::{Bound, at_rate};
 
 /// Cuts times classes: beyond, cuts are left out. The bound is then lower, and true.
@@ -30,12 +31,14 @@ const MAX_WORK: usize = 1 << 19;
 pub(super) fn joint_bound(problem: &Problem, demands: &Demands, floor_s: f64) -> Option<Bound> {
     let mut worst = devices_in(problem, demands).filter(|b| b.seconds > floor_s);
     let cuts = Cut::all(problem);
-    if cuts.len() * demands.remote.len() > MAX_WORK {
+    let sums =
+        demands.sum_classes.iter().map(|c| demands.sources[c.source as usize].parts.len()).sum::<usize>();
+    if cuts.len() * (demands.remote.len() + sums) > MAX_WORK {
         return worst;
     }
     for cut in cuts {
         let so_far = worst.as_ref().map_or(floor_s, |b| b.seconds);
-        worst = cut.bound(&demands.remote, so_far).or(worst);
+        worst = cut.bound(problem, demands, so_far).or(worst);
     }
     worst
 }
@@ -101,10 +104,32 @@ impl Cut {
         self.out_rates.len() as u32 - 1
     }
 
-    /// What has to leave one of some nodes; classes that the same nodes hold are one.
-    fn jobs(&self, classes: &[Class]) -> Vec<Job> {
+    /// What has to leave one of some nodes; classes that the same nodes hold are one. Parts of a sum that different nodes hold leave in
+    /// different messages; a node with all of them has the sum.
+    fn jobs(&self, problem: &Problem, demands: &Demands) -> Vec<Job> {
         let mut bytes: BTreeMap<Vec<u32>, u64> = BTreeMap::new();
-        for class in classes {
+        let nodes = |ranks: &[Rank]| {
+            let host = |r: &Rank| self.node_of[problem.topology.host(*r).index()];
+            let mut nodes: Vec<u32> = ranks.iter().map(host).collect();
+            nodes.sort_unstable();
+            nodes.dedup();
+            nodes
+        };
+        let parts =
+            demands.sources.iter().map(|s| Parts::of(s.parts.iter().map(|ranks| nodes(ranks)).collect()));
+        let parts: Vec<Parts> = parts.collect();
+        for class in &demands.sum_classes {
+            let parts = &parts[class.source as usize];
+            let mut receivers = nodes(demands.set(class.receivers));
+            receivers.retain(|n| parts.complete.binary_search(n).is_err());
+            if receivers.is_empty() {
+                continue;
+            }
+            let need = Need::of_sum(class.bytes, parts, receivers);
+            need.leaving_alone().for_each(|node| *bytes.entry(vec![node]).or_default() += class.bytes);
+            need.leaving_groups().for_each(|group| *bytes.entry(group.to_vec()).or_default() += class.bytes);
+        }
+        for class in &demands.remote {
             let mut holders: Vec<u32> = class.holders.iter().map(|&h| self.node_of[h as usize]).collect();
             holders.sort_unstable();
             holders.dedup();
@@ -121,8 +146,8 @@ impl Cut {
         bytes.into_iter().map(job).collect()
     }
 
-    fn bound(&self, classes: &[Class], floor_s: f64) -> Option<Bound> {
-        let jobs = self.jobs(classes);
+    fn bound(&self, problem: &Problem, demands: &Demands, floor_s: f64) -> Option<Bound> {
+        let jobs = self.jobs(problem, demands);
         let loads = vec![0; self.out_rates.len()];
         let (seconds, binding) = least_time(&jobs, &self.out_rates, &loads, floor_s);
         let rate: f64 = binding.iter().map(|&n| self.out_rates[n as usize]).sum();
@@ -186,6 +211,18 @@ mod tests {
         let b = bound("u8[35000000]@A{h:4}(_)", "u8[35000000]@B{h:2}(h)", cluster);
         assert!((b.seconds - 35e6 / (1.25e9 + 0.75 * 1.25e9)).abs() < 1e-6, "{b:?}");
         assert!(b.reason.contains("rack 0 h3 out"), "{b:?}");
+    }
+
+    /// Seven hosts can make the sum: those of two racks, and h6. Eight others want it, two of them beside h6; what h6 has no time for comes from
+    /// the racks, which have as much to do as their uplinks can.
+    #[test]
+    fn sums_leave_hosts_and_racks_together() {
+        let cluster = "[[host]]\ncount = 7\ndevices = 3\nnic = \"10Gbit\"\n\
+                       [[host]]\ncount = 8\ndevices = 7\nnic = \"10Gbit\"\n\
+                       [[tier]]\nname = \"rack\"\nhosts_per_group = 3\noversubscription = 1.5\n";
+        let b = bound("f32[5600]@A{a:7,b:3}(_ | sum b)", "f32[5600]@B{a:8,b:7}(a+b)", cluster);
+        assert!((b.seconds - 22400.0 / 6.25e9).abs() < 1e-11, "{b:?}");
+        assert!(b.reason.starts_with("rack 0 rack 1 h6 out"), "{b:?}");
     }
 
     #[test]

@@ -28,6 +28,7 @@ use super::super::super::demand::{Demands, SumClass};
 use super::super::emit::Emitter;
 use super::chains::{Chain, chains};
 use super::holders::Holders;
+use super::rails::Rails;
 
 /// Fewer transfers than this are no reason to put pieces together.
 pub(in super::super) const MANY_PAIRS: u64 = 200_000;
@@ -59,11 +60,11 @@ struct Wanted {
 
 /// A sum whose pieces are wanted on one host each, all of which have parts.
 pub(super) struct Blocks {
-    tensor: u32,
+    pub(super) tensor: u32,
     /// In the order of their boxes.
     wanted: Vec<Wanted>,
     /// By place in `wanted`: the host's devices with a part.
-    devices: Vec<Vec<Rank>>,
+    pub(super) devices: Vec<Vec<Rank>>,
 }
 
 impl Blocks {
@@ -95,6 +96,21 @@ impl Blocks {
         let everybody = holders.hosts.len() == blocks.wanted.len() && holders.complete.is_empty();
         let fits = || (0..blocks.wanted.len()).all(|place| blocks.groups(place).is_some());
         (everybody && fits()).then_some(blocks)
+    }
+
+    /// The hosts that want something, in the order of their boxes.
+    pub(super) fn hosts(&self) -> impl Iterator<Item = HostId> {
+        self.wanted.iter().map(|w| w.host)
+    }
+
+    /// What the host at a place wants.
+    pub(super) fn region(&self, place: usize) -> &Region {
+        &self.wanted[place].region
+    }
+
+    /// The same by who wants it there.
+    pub(super) fn pieces(&self, place: usize) -> Vec<(Region, Vec<Rank>)> {
+        self.wanted[place].halves.iter().flat_map(|half| half.items.iter().cloned()).collect()
     }
 
     /// What a host adds up for others: boxes, each of the hosts at consecutive places, one or two for every device.
@@ -182,6 +198,9 @@ impl Emitter<'_> {
         let hosts: Vec<HostId> = blocks.wanted.iter().map(|w| w.host).collect();
         let chains = chains(&hosts, &self.problem.cluster, &self.problem.topology);
         let are_alone = chains.iter().flatten().all(|chain| chain.hosts.len() == 1);
+        if let Some(rails) = Rails::of(blocks, self) {
+            return self.along_rails(blocks, &rails);
+        }
         let sums = self.host_sums(blocks, are_alone);
         let mut arrived: Vec<Vec<Vec<TransferId>>> =
             blocks.wanted.iter().map(|w| vec![vec![]; w.halves.len()]).collect();
@@ -269,7 +288,7 @@ impl Emitter<'_> {
         sent.expect("a chain has hosts")
     }
 
-    fn add_up(
+    pub(super) fn add_up(
         &mut self,
         tensor: u32,
         (from, to): (Rank, Rank),
@@ -325,7 +344,7 @@ impl Emitter<'_> {
     }
 }
 
-fn turned(devices: &[Rank], turn: usize) -> Vec<Rank> {
+pub(super) fn turned(devices: &[Rank], turn: usize) -> Vec<Rank> {
     let mut devices = devices.to_vec();
     let count = devices.len();
     devices.rotate_left(turn % count);
@@ -337,7 +356,7 @@ fn starts(region: &Region) -> Vec<u64> {
 }
 
 /// The box that these boxes fill; `None` if they leave gaps.
-fn union<'a>(regions: impl Iterator<Item = &'a Region> + Clone) -> Option<Region> {
+pub(super) fn union<'a>(regions: impl Iterator<Item = &'a Region> + Clone) -> Option<Region> {
     let mut spans: Vec<Span> = regions.clone().next()?.spans().to_vec();
     for region in regions.clone() {
         for (span, other) in spans.iter_mut().zip(region.spans()) {

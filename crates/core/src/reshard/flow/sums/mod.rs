@@ -27,6 +27,7 @@ mod cuts;
 mod holders;
 mod inside;
 mod loads;
+mod rails;
 mod room;
 mod roots;
 mod tree;
