@@ -5,7 +5,7 @@ use crossmesh_core::id::{HostId, Rank};
 use crossmesh_core::layout::Layout;
 use crossmesh_core::reshard::problem::{Assumed, Hosts};
 use crossmesh_core::reshard::{
-    Plan, PlanOptions, Problem, Strategy, lower, lower_bound, plan, plan_in_blocks,
+    Plan, PlanOptions, Problem, Strategy, lower, lower_bound, plan, plan_in_blocks, plan_served,
 };
 use crossmesh_core::sim::simulate;
 use crossmesh_core::verify::verify;
@@ -193,6 +193,50 @@ fn sums_arrive_at_nics_where_devices_share_them_unevenly() {
         eprintln!("{src} to {dst}: {:.4}, {} transfers", gap.over, gap.transfers);
         assert!(gap.over <= most, "{gap:?}");
     }
+}
+
+/// Ten of 68 hosts want what all add up: those that want nothing add up for them. Along paths it took 1.596 of the bound.
+#[test]
+fn hosts_that_want_nothing_add_up_for_few_that_want_the_sum() {
+    let gap = flow(&problem(
+        "f32[2542,6720]@A{a0:68,a1:4}(_,_ | sum a0+a1)",
+        "f32[2542,6720]@B{a0:8,a1:5}=176-215(_,_)",
+        None,
+    ))
+    .1;
+    eprintln!("{gap:.4}");
+    assert!(gap <= 1.2, "{gap}");
+}
+
+/// The same on smaller ones, carried out element by element: with several devices a host, several pieces, and hosts that only receive.
+#[test]
+fn hosts_that_want_nothing_add_every_part() {
+    for (src, dst, devices) in [
+        ("f32[1200]@A{h:12}(_ | sum h)", "f32[1200]@B{x:3}=2-4(_)", 1),
+        ("f32[600]@A{h:24}(_ | max h)", "f32[600]@B{x:6}=4-9(_)", 2),
+        ("f32[600]@A{h:12,d:2}(_ | sum h+d)", "f32[600]@B{x:4,y:2}=2-9(y)", 2),
+        ("f32[600]@A{h:14}(_ | sum h)", "f32[600]@B{x:5}=10-14(_)", 1),
+    ] {
+        let problem = problem(src, dst, Some(devices));
+        let plan = plan_served(&problem).unwrap();
+        assert!(
+            plan.reasons.iter().any(|r| r.starts_with("hosts that want nothing")),
+            "{src}: {:?}",
+            plan.reasons
+        );
+        verify(&plan).unwrap_or_else(|e| panic!("{src}: {e}"));
+        run_program(&plan, &lower(&plan), 0).unwrap_or_else(|e| panic!("{src}: {e}"));
+    }
+}
+
+/// Large plans whose busiest links are alike are simulated before one of them is taken: with stars this one took 1.79 of the bound.
+#[test]
+fn what_waits_for_what_counts_where_busiest_links_are_alike() {
+    use crossmesh_testkit::{classes, gaps};
+    let (src, dst) = ("f32[27698428]@A{a0:10,a1:5}(a1 | sum a0)", "f32[27698428]@A{a0:10,a1:5}(a1)");
+    let gap = gaps::gap(&(src.to_owned(), dst.to_owned()), 1023, classes::FOUR_NICS, true).unwrap();
+    eprintln!("{:.4}, {} transfers", gap.over, gap.transfers);
+    assert!(gap.over <= 1.19, "{gap:?}");
 }
 
 /// The same problem with other sums.

@@ -35,7 +35,7 @@ pub(crate) use bound::bandwidth_bound;
 pub use bound::{Bound, lower_bound};
 pub(crate) use flow::fitting_chunk;
 #[doc(hidden)]
-pub use flow::plan_in_blocks;
+pub use flow::{plan_in_blocks, plan_served};
 pub use lower::lower;
 pub use plan::{Plan, Transfer};
 pub use problem::{Placed, PlanError, Problem, Reshard};

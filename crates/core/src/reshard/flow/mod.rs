@@ -55,6 +55,8 @@ use trees::{Commodity, commodities};
 const MAX_COMPARED_TRANSFERS: usize = 20_000;
 /// The same for sums: paths through many hosts take long to simulate.
 const MAX_COMPARED_SUMS: usize = 4_000;
+/// Up to here the last few of them are, in the end: busiest links that are alike say nothing about what waits for what.
+const MAX_COMPARED_AT_LAST: usize = 6_000;
 /// Streams of sums are simulated while they are no larger than this, and taken where they are that close to the bound.
 const MAX_STREAMED: usize = 60_000;
 const MAX_STREAMED_BY_NIC: usize = 8_000;
@@ -116,6 +118,16 @@ pub fn plan_in_blocks(problem: &Problem) -> Result<Plan, PlanError> {
     plan_all(problem, &PlanOptions::default(), 0)
 }
 
+/// The same where hosts that want nothing add up for others, however fast that is: for tests of it on small problems.
+#[doc(hidden)]
+pub fn plan_served(problem: &Problem) -> Result<Plan, PlanError> {
+    let demands = Demands::of(problem)?;
+    let (options, bound_s) = (&PlanOptions::default(), bound_of(problem, &demands).seconds);
+    let flow =
+        Flow { problem, options, demands: &demands, bound_s, many_pairs: MANY_PAIRS, style: Style::Served };
+    Ok(flow.build(1.0, false)?.explain(&flow))
+}
+
 /// Every tensor piece by piece. Sums that would take `many_pairs` transfers and more are put together in blocks.
 fn plan_all(problem: &Problem, options: &PlanOptions, many_pairs: u64) -> Result<Plan, PlanError> {
     if let Some(chunk) = options.chunk_bytes.filter(|&c| c < MIN_CHUNK_BYTES) {
@@ -129,11 +141,12 @@ fn plan_all(problem: &Problem, options: &PlanOptions, many_pairs: u64) -> Result
         demands: &demands,
         bound_s: bound.seconds,
         many_pairs,
-        style: Style::Turns { stars: true, follow: false, by_nic: false },
+        style: Style::IN_TURN,
     };
     let mut best = flow.build(1.0, false)?;
     if !demands.sums.is_empty() {
         best = flow.try_styles(best)?;
+        best = flow.try_served(best)?;
     }
     if best.is_small() && best.depth > 0 {
         best = flow.try_shallower(best)?;
@@ -235,6 +248,7 @@ impl Flow<'_> {
             styles.extend(BALANCED.map(balanced));
         }
         let mut best_style = self.style;
+        let mut beaten = vec![];
         for style in styles {
             if self.is_close_sum(&best, &links) {
                 break;
@@ -242,7 +256,17 @@ impl Flow<'_> {
             self.style = style;
             let rival = self.build(1.0, false)?;
             if self.is_faster_sum(&rival, &best, &links) {
-                (best, best_style) = (rival, style);
+                beaten.push((std::mem::replace(&mut best, rival), best_style));
+                best_style = style;
+            }
+        }
+        let size = best.plan.transfers().len();
+        if size > MAX_COMPARED_SUMS && size <= MAX_COMPARED_AT_LAST {
+            for (rival, style) in beaten {
+                let is_known = rival.plan.transfers().len() <= MAX_COMPARED_AT_LAST;
+                if is_known && rival.predicted_s() < best.predicted_s() * 0.999 {
+                    (best, best_style) = (rival, style);
+                }
             }
         }
         self.style = best_style;
@@ -284,6 +308,31 @@ impl Flow<'_> {
             }
         }
         self.style = best_style;
+        Ok(best)
+    }
+
+    /// Lets hosts that want nothing add up for the few that want what many have.
+    fn try_served(&mut self, best: Built) -> Result<Built, PlanError> {
+        let links = Links::of(self.problem);
+        let is_limited = self.options.max_extra_bytes.is_some();
+        if self.bound_s == 0.0 || best.are_blocks || is_limited || self.is_close_sum(&best, &links) {
+            return Ok(best);
+        }
+        let plan = Plan::new(self.problem.clone(), "flow", 0);
+        if !Emitter::new(self.problem, self.demands, plan).could_serve() {
+            return Ok(best);
+        }
+        let style = std::mem::replace(&mut self.style, Style::Served);
+        let rival = self.build(1.0, false)?;
+        // No chain of these goes through many hosts: they are quickly simulated. Another plan takes as long as its busiest link at least.
+        let best_s = match best.plan.transfers().len() <= MAX_COMPARED_SUMS {
+            true => best.predicted_s(),
+            false => links.busiest_s(&best.plan),
+        };
+        if rival.predicted_s() < best_s * 0.999 {
+            return Ok(rival);
+        }
+        self.style = style;
         Ok(best)
     }
 
@@ -477,6 +526,9 @@ impl Built {
                 up.name(),
                 down.name()
             ));
+        }
+        if flow.style == Style::Served {
+            reasons.push("hosts that want nothing add up for the few that want what many have, and send the sum to each".into());
         }
         if let Some(trees) = self.packed_trees {
             let busiest = Seconds(self.seconds);

@@ -90,7 +90,7 @@ impl Emitter<'_> {
                 let order = Order { follow: false, ends, batches: style.batches, in_step: false };
                 return self.emit_trees(cuts, &trees, style.up, order, None);
             }
-            Style::Balanced(_) => (false, false, false),
+            Style::Balanced(_) | Style::Served => (false, false, false),
             Style::Turns { stars, follow, by_nic } => (stars, follow, by_nic && room.is_none()),
         };
         let rates: Vec<f64> = self.problem.cluster.hosts.iter().map(|h| h.in_bytes_per_s()).collect();
@@ -272,7 +272,7 @@ impl Emitter<'_> {
                 let is_local = way.ranks.len() > 1 || port.is_none();
                 let leave = port.and_then(|port| self.kept_step_with(sent.before(port), exit));
                 let begin = begun.get(&start).filter(|_| is_local);
-                let ends = self.sum_up_since(of, step, None, [begin.copied(), leave]);
+                let ends = self.sum_up_since(of, step, None, [begin.copied().as_slice(), leave.as_slice()]);
                 let [first, last] = ends.expect("a way has ranks");
                 if is_local {
                     begun.insert(start, first);

@@ -117,7 +117,12 @@ impl Line {
 
     /// The boxes of the next piece, each cut `ways` ways more.
     pub(super) fn next(&mut self, sum: &SumItem, ways: u64) -> Vec<Share> {
-        let (start, end) = (self.at, self.at + sum.bytes);
+        self.next_of(&sum.region, sum.bytes, ways)
+    }
+
+    /// The same of any box.
+    pub(super) fn next_of(&mut self, whole: &Region, bytes: u64, ways: u64) -> Vec<Share> {
+        let (start, end) = (self.at, self.at + bytes);
         self.at = end;
         let border = |port: u64| (u128::from(self.bytes) * u128::from(port) / u128::from(self.ports)) as u64;
         let first = (0..self.ports).rev().find(|&port| border(port) <= start).unwrap_or(0);
@@ -132,7 +137,7 @@ impl Line {
             if to == end || to.saturating_sub(from) >= MIN_CUT {
                 let offset = |way: u64| from - start + (to - from) * way / ways;
                 for way in 0..ways {
-                    let region = boxes::part(&sum.region, sum.bytes, offset(way), offset(way + 1));
+                    let region = boxes::part(whole, bytes, offset(way), offset(way + 1));
                     let (turn, root_turn) = (port as usize + 1, way as usize);
                     shares.extend(region.map(|region| Share { region, turn, root_turn }));
                 }

@@ -30,6 +30,7 @@ mod loads;
 mod rails;
 mod room;
 mod roots;
+mod served;
 mod tree;
 mod turns;
 
@@ -45,6 +46,7 @@ pub(super) use blocks::MANY_PAIRS;
 use cuts::{Cut, Draft, Line, Share, cuts};
 use holders::{Holders, by_host, in_turn};
 use room::Room;
+use served::Served;
 pub(super) use tree::Shape;
 
 /// Beyond this many transfers, pieces are cut no more than they have to be.
@@ -71,6 +73,13 @@ pub(super) enum Style {
     Turns { stars: bool, follow: bool, by_nic: bool },
     /// By load.
     Balanced(Balanced),
+    /// By hosts that want nothing, for sums that few want of many that add; others in turn.
+    Served,
+}
+
+impl Style {
+    /// What is tried first.
+    pub(super) const IN_TURN: Self = Self::Turns { stars: true, follow: false, by_nic: false };
 }
 
 impl Emitter<'_> {
@@ -95,7 +104,17 @@ impl Emitter<'_> {
             Some(_) => vec![false; holders.len()],
         };
         self.are_blocks = in_blocks.iter().all(|done| *done);
-        let rest = demands.sum_classes.iter().enumerate().filter(|(_, c)| !in_blocks[c.source as usize]);
+        let (style, mut done) = (style, in_blocks);
+        if style == Style::Served && max_extra_bytes.is_none() {
+            for source in 0..holders.len() {
+                if let Some(served) = Served::of(source, &holders[source], self).filter(|_| !done[source]) {
+                    self.serve(&served);
+                    done[source] = true;
+                }
+            }
+        }
+        let style = if style == Style::Served { Style::IN_TURN } else { style };
+        let rest = demands.sum_classes.iter().enumerate().filter(|(_, c)| !done[c.source as usize]);
         let mut rest: Vec<(usize, &SumClass)> = rest.collect();
         let mut of_source = vec![(0, 0); holders.len()];
         demands.sum_classes.iter().for_each(|class| of_source[class.source as usize].1 += 1);
@@ -113,6 +132,7 @@ impl Emitter<'_> {
             let (roots, devices) = match style {
                 Style::Turns { by_nic, .. } => self.num_turns(class, holders, few, by_nic),
                 Style::Balanced(style) => (self.num_boxes(class, holders, style, place.1), 1),
+                Style::Served => (1, 1),
             };
             for &item in &class.items {
                 let sum = &demands.sums[item as usize];

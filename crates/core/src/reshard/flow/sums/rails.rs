@@ -86,8 +86,8 @@ impl Emitter<'_> {
         let mut taken: Vec<Vec<Option<TransferId>>> = vec![vec![None; num_rails]; count];
         for step in 0..steps {
             for rail in 0..num_rails {
-                for place in 0..count {
-                    let of = &mut all[place][rail];
+                for (place, own) in all.iter_mut().enumerate() {
+                    let of = &mut own[rail];
                     let Some(&to) = of.to.get(step) else { continue };
                     let collector = rails.nics[to][rail];
                     let device = index_of(&blocks.devices[to], collector);

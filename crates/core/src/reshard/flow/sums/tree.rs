@@ -192,7 +192,7 @@ impl Emitter<'_> {
     /// Emits one path of a box to its root. Under a limit, ranks that do not want the box hold it only where there is
     /// room.
     pub(super) fn sum_up(&mut self, of: &mut Box, path: usize, room: Option<&mut Room>) {
-        self.sum_up_since(of, path, room, [None; 2]);
+        self.sum_up_since(of, path, room, [&[]; 2]);
     }
 
     /// The same, where the first and the last of its transfers wait for others of their senders; says which they are.
@@ -201,7 +201,7 @@ impl Emitter<'_> {
         of: &mut Box,
         path: usize,
         mut room: Option<&mut Room>,
-        since: [Option<TransferId>; 2],
+        since: [&[TransferId]; 2],
     ) -> Option<[TransferId; 2]> {
         let tree = of.tree;
         let mut ends: Option<[TransferId; 2]> = None;
@@ -216,8 +216,9 @@ impl Emitter<'_> {
             if let Some(room) = room.as_mut().filter(|_| to != tree.root && !of.is_wanted_by(to)) {
                 after.extend(room.take(to));
             }
-            after.extend(since[0].filter(|_| ends.is_none()));
-            after.extend(since[1].filter(|_| to == tree.up[path].to));
+            let begins = if ends.is_none() { since[0] } else { &[] };
+            let arrives = if to == tree.up[path].to { since[1] } else { &[] };
+            after.extend(begins.iter().chain(arrives));
             let id = match is_first {
                 true => self.add_first(of.tensor, (from, to), of.region, &after, (kind, of.route, 0)),
                 false => self.plan.add(of.tensor, from, to, of.region, &after),
@@ -234,6 +235,21 @@ impl Emitter<'_> {
             ends = Some([ends.map_or(id, |ends| ends[0]), id]);
         }
         ends
+    }
+
+    /// Emits an edge of the way of the sum from its root, once others are over; what came last is all that is waited for.
+    pub(super) fn sum_on(
+        &mut self,
+        of: &mut Box,
+        (from, to): (Rank, Rank),
+        others: &[TransferId],
+    ) -> TransferId {
+        let since = of.arrived.get(&from).and_then(|arrived| arrived.last()).copied();
+        let read = of.read_by.get(&to).copied().filter(|&read| since != Some(read));
+        let after: Vec<TransferId> = since.into_iter().chain(read).chain(others.iter().copied()).collect();
+        let id = self.plan.add(of.tensor, from, to, of.region, &after);
+        of.arrived.insert(to, vec![id]);
+        id
     }
 
     /// Emits the way of the sum from its root to everybody else.
