@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 from ranks import allowed, free_port, run
 
@@ -220,7 +221,6 @@ def test_members_of_a_host_are_ranks_in_a_row():
 
 
 def test_digests_are_of_the_elements_whatever_the_strides():
-    import numpy as np
     from crossmesh._native import digests
 
     # BLAKE3's published digest of nothing.
@@ -240,8 +240,6 @@ def test_digests_are_of_the_elements_whatever_the_strides():
 
 def test_a_stranger_is_turned_away():
     publisher = cm.sync.Publisher(f"127.0.0.1:{free_port()}", rank=0, size=1, secret=SECRET)
-    import numpy as np
-
     address = "{}:{}".format(*publisher._address)
     stranger = cm.sync.Subscriber(address, {"a": np.zeros(2, np.float32)}, rank=0, size=1, secret="another secret, as long")
     with pytest.raises(cm.sync.SyncError, match="does not know the secret"):
@@ -460,12 +458,35 @@ else:
     run(2, script, PORT=free_port())
 
 
+def test_a_version_that_is_published_while_its_member_says_hello_is_told():
+    """It was in neither word: others waited for it for ever."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    member = cm.sync.Publisher(f"127.0.0.1:{listener.getsockname()[1]}", rank=1, size=2, secret=SECRET)
+    threads, state = [], member._state
+
+    def published_meanwhile():
+        found = state()
+        threads.append(threading.Thread(target=member.publish, args=(1,)))
+        threads[-1].start()
+        threads[-1].join(0.5)
+        return found
+
+    member._state = published_meanwhile
+    member.offer({"w": np.zeros(4, np.float32)})
+    channel = Channel(listener.accept()[0], SECRET.encode(), "roll call")
+    hello = channel.receive(10)
+    assert (hello["word"], hello["version"]) == ("hello", None)
+    said = next(said for said in (channel.receive(10) for _ in range(20)) if said["word"] != "beat")
+    assert (said["word"], said["version"]) == ("published", 1)
+    threads[0].join()
+    member.close()
+    listener.close()
+
+
 def test_an_epoch_that_is_over_is_left_at_once():
     """A member that came late and goes again, while the others join the job that it was part of: they hear it, and do not wait for who will not come."""
     port = free_port()
     roll_call = RollCall(("127.0.0.1", port), SECRET.encode())
-    import numpy as np
-
     address = f"127.0.0.1:{port}"
     subscriber = cm.sync.Subscriber(address, {"w": np.zeros(4, np.float32)}, rank=0, size=1, secret=SECRET)
     ghost = Said(port, "publisher", 0, 1, version=1)
@@ -508,7 +529,6 @@ class Never:
 
 def test_what_the_roll_call_gives_up_is_not_waited_for(monkeypatch, caplog):
     """A version is under way when its publisher goes: the job is left, and the next epoch's round begins, while the engine would still wait."""
-    import numpy as np
     from crossmesh.sync import member as members
 
     jobs = []

@@ -99,9 +99,10 @@ class Member:
         with socket.create_connection(self._address, timeout=1.0) as stream:
             channel = Channel(stream, self._secret, "member")
             hello = dict(side=self.side, rank=self.rank, size=self.size, epoch=self._epoch, host=_native.host(), tensors=self._tensors())
-            hello |= self._state()
-            channel.send("hello", **hello)
-            self._channel = channel
+            with self._lock:
+                # All that changes before is in this word, and all that changes afterwards is told behind it.
+                self._outbox.put((channel, "hello", hello | self._state()))
+                self._channel = channel
             while True:
                 if self._hears_a_word(channel):
                     said = channel.receive(None)
@@ -145,7 +146,8 @@ class Member:
             try:
                 channel, word, values = self._outbox.get(timeout=BEAT_S)
             except queue.Empty:
-                channel, word, values = self._channel, "beat", {}
+                self._tell("beat")  # behind what was put there meanwhile
+                continue
             try:
                 if channel is not None:
                     channel.send(word, **values)
